@@ -1,0 +1,1 @@
+"""AsymLoop, the asymmetric looped transformer, for Hugging Face Transformers."""

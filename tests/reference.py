@@ -71,7 +71,9 @@ class Reference:
             x, own_kv = self.layer(x, f"model.encoder.layers.{i}", position_ids, causal)
             global_kv.append(own_kv)
         first = s = x if config.decoder_init == "encoder" else embeds
-        default_map = [j * config.num_encoder_layers // config.num_decoder_layers for j in range(config.num_decoder_layers)]
+        default_map = [
+            j * config.num_encoder_layers // config.num_decoder_layers for j in range(config.num_decoder_layers)
+        ]
         for r in range(num_loops or config.num_loops):
             if config.input_injection == "state" and r > 0:
                 s = s + first

@@ -52,7 +52,9 @@ def test_matched_models_have_the_same_parameters(injection, tied):
 
 
 def test_no_matched_full_loop_without_a_whole_number_of_loops():
-    with pytest.raises(ValueError, match="num_loops=2 is not allowed.*effective depth 6 is a multiple of the 4 layers"):
+    with pytest.raises(
+        ValueError, match="num_loops=2 is not allowed.*effective depth 6 is a multiple of the 4 layers"
+    ):
         asymloop_config(num_loops=2).matched_full_loop()
 
 

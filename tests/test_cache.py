@@ -1,0 +1,408 @@
+"""The cache: what is cached gives the logits of the uncached forward pass, exactly."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import asymloop, asymloop_config, tokens
+from transformers import DynamicCache, StaticCache
+
+from asymloop_hf import AsymLoopCache
+
+pytestmark = pytest.mark.usefixtures("float64")
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+WINDOWS = [None, 1, 2, 4]
+VARIANTS = [
+    {},
+    {"decoder_init": "embedding", "input_injection": "state"},
+    {"input_injection": "none", "num_encoder_layers": 3, "global_kv_layers": [2, 0]},
+]
+
+
+def new_cache(kind: str, config, **options):
+    return {
+        "asymloop": lambda: AsymLoopCache(config, **options),
+        "dynamic": lambda: DynamicCache(config=config),
+        "dynamic without a config": lambda: DynamicCache(),
+        "static": lambda: StaticCache(config, max_cache_len=24),
+    }[kind]()
+
+
+def run_in_chunks(model, input_ids, chunks, cache, attention_mask=None, position_ids=None):
+    logits, start = [], 0
+    for size in chunks:
+        end = start + size
+        logits.append(
+            model(
+                input_ids[:, start:end],
+                past_key_values=cache,
+                attention_mask=None if attention_mask is None else attention_mask[:, :end],
+                position_ids=None if position_ids is None else position_ids[:, start:end],
+            ).logits
+        )
+        start = end
+    return torch.cat(logits, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunks", [(12,), (1,) * 12, (5, 1, 6), (1, 8, 3)])
+@pytest.mark.parametrize("local_window", WINDOWS)
+@pytest.mark.parametrize("kind", ["asymloop", "dynamic", "dynamic without a config", "static"])
+def test_any_chunking_equals_the_uncached_forward(kind, local_window, chunks):
+    for variant in VARIANTS:
+        model = asymloop(local_window=local_window, **variant)
+        input_ids = tokens(2, 12)
+        logits = run_in_chunks(model, input_ids, chunks, new_cache(kind, model.config))
+        torch.testing.assert_close(logits, model(input_ids, use_cache=False).logits, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("local_window", WINDOWS)
+@pytest.mark.parametrize("kind", ["asymloop", "dynamic", "static"])
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+def test_padding_under_a_cache(kind, local_window, padding_side, attn_implementation):
+    model = asymloop(attn_implementation, local_window=local_window)
+    short, long = tokens(1, 7), tokens(1, 12, seed=1)
+    padding = torch.zeros(1, 5, dtype=torch.long)
+    row = torch.cat([padding, short] if padding_side == "left" else [short, padding], 1)
+    input_ids = torch.cat([row, long])
+    attention_mask = (input_ids != 0).long()
+    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    cache = new_cache(kind, model.config)
+    logits = run_in_chunks(model, input_ids, (8, 1, 3), cache, attention_mask, position_ids)
+    torch.testing.assert_close(logits[0][row[0] != 0], model(short).logits[0], **TOLERANCE)
+    torch.testing.assert_close(logits[1:], model(long).logits, **TOLERANCE)
+
+
+def test_slots_hold_one_visit_each():
+    model = asymloop(num_encoder_layers=2, num_decoder_layers=1, num_loops=3, local_window=3)
+    cache = AsymLoopCache(model.config)
+    model(tokens(1, 8), past_key_values=cache)
+    assert len(cache) == model.config.num_hidden_layers == 5
+    assert cache.get_seq_length() == 8
+    assert [layer.keys.shape[-2] for layer in cache.layers] == [8, 8, 2, 2, 2]
+
+
+def test_the_encoder_cannot_be_overwritten_while_the_decoder_loops():
+    cache = AsymLoopCache(asymloop_config())
+    key_values = torch.zeros(1, 2, 3, 8)
+    cache.update(key_values, key_values, 0)
+    with cache.decoding():
+        with pytest.raises(
+            ValueError, match="layer_idx=1 .*2 or above while the decoder loops.*2 global slots are fixed"
+        ):
+            cache.update(key_values, key_values, 1)
+        cache.update(key_values, key_values, 2)
+    cache.update(key_values, key_values, 1)
+    with pytest.raises(ValueError, match="layer_idx=8 is not allowed: it must be a slot from 0 to 7"):
+        cache.update(key_values, key_values, 8)
+
+
+def test_global_slots_stay_fixed_from_loop_to_loop():
+    model = asymloop()
+    input_ids = tokens(1, 6)
+    one_loop, many_loops = AsymLoopCache(model.config, num_loops=1), AsymLoopCache(model.config, num_loops=9)
+    model(input_ids, past_key_values=one_loop)
+    model(input_ids, past_key_values=many_loops)
+    for slot in range(model.config.num_encoder_layers):
+        assert torch.equal(one_loop.layers[slot].keys, many_loops.layers[slot].keys)
+        assert torch.equal(one_loop.layers[slot].values, many_loops.layers[slot].values)
+
+
+# Encode once, decode at any depth
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local_window", WINDOWS)
+@pytest.mark.parametrize("num_encoded", [(7,), (3, 4), (1, 1, 5)])
+def test_encode_once_decode_at_any_depth(local_window, num_encoded):
+    for variant in VARIANTS:
+        model = asymloop(local_window=local_window, **variant)
+        input_ids = tokens(2, 12)
+        encoded = None
+        for chunk in input_ids[:, :7].split(num_encoded, dim=1):
+            encoded = model.encode(chunk, cache=encoded)
+        for num_loops in (1, 2, 5):
+            expected = model(input_ids, num_loops=num_loops, use_cache=False).logits[:, 7:]
+            fork = encoded.fork(num_loops)
+            torch.testing.assert_close(run_in_chunks(model, input_ids[:, 7:], (1, 4), fork), expected, **TOLERANCE)
+        assert encoded.get_seq_length() == encoded.num_pending == 7
+
+
+def test_a_fork_shares_the_global_tensors():
+    model = asymloop()
+    encoded = model.encode(tokens(1, 6))
+    fork = encoded.fork(num_loops=2)
+    for slot in range(model.config.num_encoder_layers):
+        assert fork.layers[slot].keys.data_ptr() == encoded.layers[slot].keys.data_ptr()
+    assert fork.pending.states.data_ptr() == encoded.pending.states.data_ptr()
+    assert fork.num_loops == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_encoding_a_padded_batch(padding_side):
+    model = asymloop()
+    short, long = tokens(1, 4), tokens(1, 7, seed=1)
+    padding = torch.zeros(1, 3, dtype=torch.long)
+    row = torch.cat([padding, short] if padding_side == "left" else [short, padding], 1)
+    next_tokens = tokens(2, 2, seed=2)
+    attention_mask = torch.cat([(torch.cat([row, long]) != 0).long(), torch.ones(2, 2, dtype=torch.long)], 1)
+    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    cache = model.encode(torch.cat([row, long]), attention_mask[:, :7], position_ids[:, :7])
+    logits = model(
+        next_tokens, attention_mask=attention_mask, position_ids=position_ids[:, 7:], past_key_values=cache
+    ).logits
+    for i, context in enumerate((short, long)):
+        expected = model(torch.cat([context, next_tokens[i : i + 1]], 1)).logits[:, -2:]
+        torch.testing.assert_close(logits[i : i + 1], expected, **TOLERANCE)
+
+
+def test_a_cache_whose_positions_were_decoded_cannot_be_forked():
+    model = asymloop()
+    cache = model.encode(tokens(1, 6))
+    model(tokens(1, 1), past_key_values=cache)
+    with pytest.raises(
+        ValueError, match="7 positions, 0 of them pending.*fork it between `encode` and the next forward"
+    ):
+        cache.fork()
+
+
+@torch.no_grad()
+def test_a_window_of_one_can_be_forked_any_time():
+    model = asymloop(local_window=1)
+    input_ids = tokens(1, 8)
+    cache = AsymLoopCache(model.config)
+    model(input_ids[:, :6], past_key_values=cache)
+    logits = model(input_ids[:, 6:], past_key_values=cache.fork(num_loops=5)).logits
+    torch.testing.assert_close(logits, model(input_ids, num_loops=5).logits[:, 6:], **TOLERANCE)
+
+
+# Lazy prefill
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local_window", [1, 2, 3])
+@pytest.mark.parametrize("num_outputs", [1, 3])
+def test_lazy_prefill_visits_only_what_can_matter(local_window, num_outputs):
+    model = asymloop(local_window=local_window, num_decoder_layers=2, num_loops=2)
+    input_ids = tokens(2, 40)
+    visited = []
+    model.model.decoder.register_forward_pre_hook(lambda module, args: visited.append(len(args[0])))
+    cache = AsymLoopCache(model.config)
+    logits = model(input_ids[:, :36], past_key_values=cache, logits_to_keep=num_outputs).logits
+    assert visited == [4 * (local_window - 1) + num_outputs]
+    expected = model(input_ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected[:, 36 - num_outputs : 36], **TOLERANCE)
+    later = run_in_chunks(model, input_ids[:, 36:], (1, 3), cache)
+    torch.testing.assert_close(later, expected[:, 36:], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_lazy_prefill_in_chunks_and_after_encode():
+    model = asymloop(local_window=2)
+    input_ids = tokens(2, 60)
+    expected = model(input_ids, use_cache=False).logits
+    cache = AsymLoopCache(model.config)
+    for start, end in ((0, 20), (20, 50)):
+        logits = model(input_ids[:, start:end], past_key_values=cache, logits_to_keep=1).logits
+        torch.testing.assert_close(logits, expected[:, end - 1 : end], **TOLERANCE)
+    torch.testing.assert_close(model(input_ids[:, 50:], past_key_values=cache).logits, expected[:, 50:], **TOLERANCE)
+    cache = model.encode(input_ids[:, :50])
+    logits = model(input_ids[:, 50:], past_key_values=cache, logits_to_keep=4).logits
+    torch.testing.assert_close(logits, expected[:, 56:], **TOLERANCE)
+
+
+def test_lazy_prefill_of_a_padded_batch():
+    model = asymloop(local_window=2)
+    short, long = tokens(1, 25), tokens(1, 30, seed=1)
+    input_ids = torch.cat([torch.cat([torch.zeros(1, 5, dtype=torch.long), short], 1), long])
+    attention_mask = (input_ids != 0).long()
+    position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    cache = AsymLoopCache(model.config)
+    logits = model(
+        input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache, logits_to_keep=1
+    ).logits
+    torch.testing.assert_close(logits[0], model(short).logits[0, -1:], **TOLERANCE)
+    torch.testing.assert_close(logits[1], model(long).logits[0, -1:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("local_window", WINDOWS)
+def test_logits_to_keep_without_a_cache(local_window):
+    model = asymloop(local_window=local_window)
+    input_ids = tokens(2, 12)
+    expected = model(input_ids).logits
+    for use_cache in (False, True):
+        kept = model(input_ids, logits_to_keep=3, use_cache=use_cache).logits
+        torch.testing.assert_close(kept, expected[:, -3:], **TOLERANCE)
+    chosen = model(input_ids, logits_to_keep=torch.tensor([1, 5])).logits
+    torch.testing.assert_close(chosen, expected[:, [1, 5]], **TOLERANCE)
+
+
+# Cutting, copying and reordering
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local_window", WINDOWS)
+@pytest.mark.parametrize("removed", [0, 1, 5, 12])
+def test_crop(local_window, removed):
+    model = asymloop(local_window=local_window)
+    input_ids = tokens(2, 12)
+    cache = AsymLoopCache(model.config)
+    cache.activate_past_recording()
+    model(input_ids, past_key_values=cache)
+    cache.crop(-removed)
+    assert cache.get_seq_length() == 12 - removed
+    continuation = tokens(2, 3, seed=1)
+    whole = torch.cat([input_ids[:, : 12 - removed], continuation], 1)
+    expected = model(whole, use_cache=False).logits[:, -3:]
+    torch.testing.assert_close(model(continuation, past_key_values=cache).logits, expected, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("removed", [1, 4, 9])
+def test_crop_reaches_pending_positions_first(removed):
+    model = asymloop()
+    input_ids = tokens(2, 12)
+    cache = AsymLoopCache(model.config)
+    model(input_ids[:, :8], past_key_values=cache)
+    model.encode(input_ids[:, 8:], cache=cache)
+    cache.crop(-removed)
+    continuation = tokens(2, 3, seed=1)
+    whole = torch.cat([input_ids[:, : 12 - removed], continuation], 1)
+    expected = model(whole, use_cache=False).logits[:, -3:]
+    torch.testing.assert_close(model(continuation, past_key_values=cache).logits, expected, **TOLERANCE)
+
+
+def test_crop_refuses_what_it_cannot_do():
+    model = asymloop(local_window=2)
+    cache = AsymLoopCache(model.config)
+    model(tokens(1, 30), past_key_values=cache, logits_to_keep=2)
+    for wrong in (3, -31):
+        with pytest.raises(ValueError, match=f"tokens_to_remove={wrong} is not allowed: it must be from -30 to 0"):
+            cache.crop(wrong)
+    with pytest.raises(ValueError, match="at least -2: lazy prefill left no local KV before that"):
+        cache.crop(-3)
+    assert cache.get_seq_length() == 30
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encode_only", [False, True])
+def test_batch_operations(encode_only):
+    model = asymloop(local_window=3)
+    input_ids, continuation = tokens(3, 6), tokens(6, 2, seed=1)
+    cache = model.encode(input_ids) if encode_only else AsymLoopCache(model.config)
+    if not encode_only:
+        model(input_ids, past_key_values=cache)
+    copies = {
+        "copied": (copy.deepcopy(cache), [0, 1, 2], lambda c: None),
+        "pickled": (pickle.loads(pickle.dumps(cache)), [0, 1, 2], lambda c: None),
+        "reordered": (copy.deepcopy(cache), [2, 0, 0], lambda c: c.reorder_cache(torch.tensor([2, 0, 0]))),
+        "repeated": (copy.deepcopy(cache), [0, 0, 1, 1, 2, 2], lambda c: c.batch_repeat_interleave(2)),
+        "selected": (copy.deepcopy(cache), [2, 1], lambda c: c.batch_select_indices(torch.tensor([2, 1]))),
+    }
+    for made, rows, change in copies.values():
+        change(made)
+        new = continuation[: len(rows)]
+        expected = model(torch.cat([input_ids[rows], new], 1), use_cache=False).logits[:, -2:]
+        torch.testing.assert_close(model(new, past_key_values=made).logits, expected, **TOLERANCE)
+
+
+def test_reset_empties_the_cache():
+    model = asymloop(local_window=3)
+    input_ids = tokens(1, 6)
+    cache = model.encode(input_ids)
+    cache.reset()
+    assert cache.get_seq_length() == cache.num_pending == 0
+    logits = model(input_ids, past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(input_ids).logits, **TOLERANCE)
+
+
+# One local slot for all loops
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local_window", WINDOWS)
+def test_last_loop_keeps_one_local_slot_for_each_decoder_layer(local_window):
+    model = asymloop(local_window=local_window)
+    input_ids = tokens(2, 12)
+    exact, lean = AsymLoopCache(model.config), AsymLoopCache(model.config, local_kv="last_loop")
+    assert len(exact) == 2 + 3 * 2 and len(lean) == 2 + 2
+    for cache in (exact, lean):
+        prompt_logits = model(input_ids[:, :9], past_key_values=cache).logits
+        torch.testing.assert_close(prompt_logits, model(input_ids[:, :9]).logits, **TOLERANCE)
+    if local_window != 1:
+        assert torch.equal(lean.layers[-1].keys, exact.layers[-1].keys)
+    step = model(input_ids[:, 9:10], past_key_values=lean).logits
+    expected = model(input_ids[:, :10]).logits[:, 9:]
+    assert step.shape == expected.shape
+    if local_window == 1:  # nothing is kept, so nothing is lost
+        torch.testing.assert_close(step, expected, **TOLERANCE)
+    else:
+        assert not torch.allclose(step, expected)
+
+
+@torch.no_grad()
+def test_last_loop_is_exact_with_one_loop():
+    model = asymloop(num_loops=1, local_window=3)
+    input_ids = tokens(2, 12)
+    logits = run_in_chunks(model, input_ids, (4, 1, 7), AsymLoopCache(model.config, local_kv="last_loop"))
+    torch.testing.assert_close(logits, model(input_ids).logits, **TOLERANCE)
+
+
+# Caches that do not fit
+
+
+@pytest.mark.parametrize("num_loops", [0, -1, 2.5, "3"])
+def test_the_loops_of_a_cache_are_a_positive_integer(num_loops):
+    with pytest.raises(ValueError, match="num_loops=.* is not allowed: it must be a positive integer"):
+        AsymLoopCache(asymloop_config(), num_loops=num_loops)
+    with pytest.raises(ValueError, match="num_loops=.* is not allowed: it must be a positive integer"):
+        asymloop().encode(tokens(1, 3)).fork(num_loops=num_loops)
+
+
+def test_a_cache_for_other_layers_loops_or_windows_is_refused():
+    model = asymloop(num_encoder_layers=2, num_decoder_layers=2, num_loops=3)
+    input_ids = tokens(1, 3)
+    with pytest.raises(ValueError, match="num_loops=2 is not allowed: it must be 3, as the cache was made"):
+        model(input_ids, past_key_values=AsymLoopCache(model.config), num_loops=2)
+    for field, value in (("num_encoder_layers", 3), ("num_decoder_layers", 1), ("local_window", 4)):
+        cache = AsymLoopCache(asymloop_config(**{field: value}))
+        with pytest.raises(
+            ValueError, match=f"cache.config.{field}={value} is not allowed: it must be .*, as in the model"
+        ):
+            model(input_ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=f"cache.config.{field}={value} is not allowed"):
+            model.encode(input_ids, cache=cache)
+    for cache in (DynamicCache(config=asymloop_config(num_loops=2)), StaticCache(asymloop_config(num_loops=2), 9)):
+        with pytest.raises(ValueError, match=r"cache=.* it must be made for 8 visits \(it has 6 slots\)"):
+            model(input_ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="cache=DynamicCache.* it must be an `AsymLoopCache` or None"):
+        model.encode(input_ids, cache=DynamicCache())
+    with pytest.raises(ValueError, match="cache=.* it must be a Transformers `Cache` or None"):
+        model(input_ids, past_key_values=((input_ids, input_ids),))
+    with pytest.raises(ValueError, match="local_kv='first_loop' is not allowed"):
+        AsymLoopCache(model.config, local_kv="first_loop")
+
+
+def test_both_names_of_the_cache_argument_work():
+    model = asymloop()
+    input_ids = tokens(1, 5)
+    for name in ("cache", "past_key_values"):
+        cache = AsymLoopCache(model.config)
+        model(input_ids, **{name: cache})
+        assert cache.get_seq_length() == 5
+    with pytest.raises(ValueError, match="past_key_values=.* it must be None where `cache` is given"):
+        model(input_ids, cache=cache, past_key_values=cache)
+
+
+def test_a_window_needs_a_mask_for_each_kind_of_slot():
+    model = asymloop(local_window=3)
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match="attention_mask of 4 dimensions .* one mask for 'full_attention'"):
+        model(tokens(1, 5), attention_mask=mask)
+    masks = {"full_attention": mask, "sliding_attention": mask & mask.new_ones(5, 5).triu(-2)}
+    logits = model(tokens(1, 5), attention_mask=masks).logits
+    torch.testing.assert_close(logits, model(tokens(1, 5)).logits, **TOLERANCE)

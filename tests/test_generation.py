@@ -1,0 +1,164 @@
+"""`generate`: every decoding method gives with a cache what it gives without one."""
+
+import pytest
+import torch
+from conftest import asymloop, fullloop, tokens
+from transformers import AutoModelForCausalLM
+
+from asymloop_hf import AsymLoopCache
+from asymloop_hf.modeling.modeling_looped import CACHE_NAME
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+MODELS = {
+    "asymloop": lambda: asymloop(),
+    "asymloop, window of 1": lambda: asymloop(local_window=1),
+    "asymloop, window of 3": lambda: asymloop(local_window=3),
+    "full loop": lambda: fullloop(),
+}
+METHODS = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampling": {"do_sample": True, "num_return_sequences": 3},
+    "beam sampling": {"do_sample": True, "num_beams": 2},
+}
+
+
+def prompts(padding_side: str) -> dict[str, torch.Tensor]:
+    short, long = tokens(1, 14), tokens(1, 20, seed=1)
+    padding = torch.zeros(1, 6, dtype=torch.long)
+    row = torch.cat([padding, short] if padding_side == "left" else [short, padding], 1)
+    input_ids = torch.cat([row, long])
+    return {"input_ids": input_ids, "attention_mask": (input_ids != 0).long()}
+
+
+def generate(model, seed=0, **options):
+    torch.manual_seed(seed)
+    options = {"do_sample": False, "max_new_tokens": 8, "disable_compile": True, **options}
+    outputs = model.generate(**options, return_dict_in_generate=True, output_logits=True)
+    return outputs.sequences, torch.stack(outputs.logits) if outputs.logits else torch.zeros(0)
+
+
+def assert_same(generated, expected):
+    assert generated[0].tolist() == expected[0].tolist()
+    torch.testing.assert_close(generated[1], expected[1], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_with_a_cache_as_without(name, method, padding_side):
+    model, inputs = MODELS[name](), prompts(padding_side)
+    expected = generate(model, **inputs, **METHODS[method], use_cache=False)
+    for cache_implementation in (None, "dynamic", "static"):
+        options = {**METHODS[method], "cache_implementation": cache_implementation}
+        assert_same(generate(model, **inputs, **options), expected)
+    assert_same(generate(model, **inputs, **METHODS[method], prefill_chunk_size=6), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_as_each_prompt_alone(name):
+    model, inputs = MODELS[name](), prompts("left")
+    sequences, _ = generate(model, **inputs)
+    for i, length in enumerate((14, 20)):
+        alone, _ = generate(model, input_ids=inputs["input_ids"][i : i + 1, -length:])
+        assert sequences[i, -length - 8 :].tolist() == alone[0].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("draft", ["asymloop, window of 3", "full loop", "prompt lookup"])
+def test_assisted_decoding(name, draft):
+    model = MODELS[name]()
+    input_ids = tokens(1, 6).repeat(1, 4)
+    torch.manual_seed(1)
+    helper = {"prompt_lookup_num_tokens": 3} if draft == "prompt lookup" else {"assistant_model": MODELS[draft]()}
+    for num_new_tokens in (1, 12):
+        expected = generate(model, input_ids=input_ids, max_new_tokens=num_new_tokens, use_cache=False)
+        assisted = generate(model, input_ids=input_ids, max_new_tokens=num_new_tokens, **helper)
+        assert assisted[0].tolist() == expected[0].tolist()
+
+
+def test_a_draft_that_is_always_right_is_accepted():
+    model = asymloop(local_window=3)
+    calls = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(1), with_kwargs=True)
+    draft = asymloop(local_window=3)
+    draft.load_state_dict(model.state_dict())
+    draft.generation_config.num_assistant_tokens = 4
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    sequences, _ = generate(model, input_ids=tokens(1, 24), max_new_tokens=10, assistant_model=draft)
+    assert sequences.shape[1] == 34
+    assert len(calls) == 2  # 4 drafted tokens and one of the model's own in each call
+
+
+@pytest.mark.parametrize("num_loops", [1, 2, 5])
+@pytest.mark.parametrize("local_window", [None, 1, 3])
+def test_more_and_fewer_loops_than_trained(num_loops, local_window):
+    model = asymloop(local_window=local_window)
+    other = asymloop(local_window=local_window, num_loops=num_loops)
+    other.load_state_dict(model.state_dict())
+    input_ids = tokens(2, 20)
+    for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 2}):
+        expected = generate(other, input_ids=input_ids, **options)
+        assert_same(generate(model, input_ids=input_ids, num_loops=num_loops, **options), expected)
+    assert model.config.num_loops == 3
+
+
+@pytest.mark.parametrize("num_loops", [0, -1, 1.5])
+@pytest.mark.parametrize("name", MODELS)
+def test_num_loops_must_be_a_positive_integer(name, num_loops):
+    with pytest.raises(ValueError, match=f"num_loops={num_loops} is not allowed: it must be a positive integer"):
+        MODELS[name]().generate(tokens(1, 3), num_loops=num_loops, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("local_window", [None, 1, 3])
+def test_generating_from_an_encoded_prompt_at_several_depths(local_window):
+    model = asymloop(local_window=local_window)
+    input_ids = tokens(2, 20)
+    encoded = model.encode(input_ids[:, :-1])
+    for num_loops in (1, 4):
+        expected = generate(model, input_ids=input_ids, num_loops=num_loops, use_cache=False)
+        assert_same(generate(model, input_ids=input_ids, **{CACHE_NAME: encoded.fork(num_loops)}), expected)
+
+
+@pytest.mark.parametrize("local_window", [None, 1, 3])
+def test_a_conversation_goes_on_with_one_cache(local_window):
+    model = asymloop(local_window=local_window)
+    cache = AsymLoopCache(model.config)
+    turns = tokens(1, 12), tokens(1, 5, seed=1)
+    first, _ = generate(model, input_ids=turns[0], **{CACHE_NAME: cache})
+    conversation = torch.cat([first, turns[1]], 1)
+    expected = generate(model, input_ids=conversation, use_cache=False)
+    assert_same(generate(model, input_ids=conversation, **{CACHE_NAME: cache}), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_from_embeddings(name):
+    model, input_ids = MODELS[name](), tokens(2, 20)
+    expected, _ = generate(model, input_ids=input_ids)
+    sequences, _ = generate(model, inputs_embeds=model.get_input_embeddings()(input_ids))
+    assert sequences.tolist() == expected[:, 20:].tolist()
+
+
+def test_last_loop_local_kv():
+    model = asymloop()
+    cache = AsymLoopCache(model.config, local_kv="last_loop")
+    sequences, _ = generate(model, input_ids=tokens(2, 9), **{CACHE_NAME: cache})
+    assert sequences.shape == (2, 17)
+    assert [layer.keys.shape[-2] for layer in cache.layers] == [16] * 4
+
+
+def test_lazy_prefill_is_what_generate_does():
+    model = asymloop(local_window=2)
+    visited = []
+    model.model.decoder.register_forward_pre_hook(lambda module, args: visited.append(len(args[0])))
+    generate(model, input_ids=tokens(1, 60), max_new_tokens=3)
+    assert visited == [3 * 2 * 1 + 1, 1, 1]
+
+
+def test_after_loading_through_the_auto_class(tmp_path):
+    model, input_ids = asymloop(local_window=3), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert_same(generate(loaded, input_ids=input_ids), generate(model, input_ids=input_ids))

@@ -1,0 +1,146 @@
+"""Training: gradient checkpointing, Trainer, the generic heads, initialisation."""
+
+import pytest
+import torch
+from conftest import asymloop, asymloop_config, fullloop, fullloop_config, tokens
+from datasets import Dataset
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+MAKERS = {"asymloop": asymloop, "asymloop, window of 3": lambda: asymloop(local_window=3), "full loop": fullloop}
+
+
+def gradients(model, input_ids):
+    model.zero_grad()
+    model(input_ids, labels=input_ids).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_gradient_checkpointing_gives_the_same_gradients(name, use_reentrant, float64):
+    model, input_ids = MAKERS[name]().train(), tokens(2, 9)
+    expected = gradients(model, input_ids)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    for gradient, expected_gradient in zip(gradients(model, input_ids), expected, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_gradient_checkpointing_recomputes_each_visit_once():
+    model, input_ids = asymloop().train(), tokens(2, 9)
+    calls = []
+    for layer in (*model.model.encoder.layers, *model.model.decoder.layers):
+        layer.mlp.register_forward_pre_hook(lambda *args: calls.append(1))
+    model.gradient_checkpointing_enable()
+    model(input_ids, labels=input_ids).loss.backward()
+    assert len(calls) == 2 * model.config.num_hidden_layers
+
+
+def documents() -> Dataset:
+    rows = [tokens(1, 12, seed)[0].tolist() for seed in range(8)]
+    position_ids = [list(range(5)) + list(range(7))] * 8
+    return Dataset.from_dict({"input_ids": rows, "labels": rows, "position_ids": position_ids})
+
+
+def train(model, folder, **options):
+    arguments = TrainingArguments(
+        folder,
+        max_steps=4,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_steps=2,
+        logging_steps=1,
+        **options,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=documents(), eval_dataset=documents())
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return before, trainer.evaluate()["eval_loss"], trainer
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}])
+@pytest.mark.parametrize("name", MAKERS)
+def test_trainer_learns(name, options, tmp_path):
+    before, after, _ = train(MAKERS[name](), tmp_path, **options)
+    assert after < before
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_trainer_resumes_where_it_stopped(name, tmp_path):
+    model = MAKERS[name]()
+    train(model, tmp_path)
+    torch.manual_seed(1)
+    resumed = MAKERS[name]()
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=4,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=resumed, args=arguments, train_dataset=documents())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for weight, expected in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("make_config", [asymloop_config, fullloop_config])
+def test_a_classifier_can_be_trained(make_config, tmp_path):
+    model = AutoModelForSequenceClassification.from_config(make_config(num_labels=3))
+    rows = Dataset.from_dict({"input_ids": tokens(6, 9).tolist(), "label": [0, 1, 2] * 2})
+    arguments = TrainingArguments(
+        tmp_path, max_steps=20, learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    Trainer(model=model, args=arguments, train_dataset=rows).train()
+    model.eval()
+    predictions = model(tokens(6, 9)).logits.argmax(-1)
+    assert predictions.tolist() == [0, 1, 2] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MAKERS)
+def test_half_precision_stays_close_to_float32(name, dtype):
+    model, input_ids = MAKERS[name](), tokens(2, 9)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = model(input_ids).logits.softmax(-1)
+        logits = model.to(dtype)(input_ids).logits
+    assert logits.dtype == dtype
+    assert (logits.float().softmax(-1) - expected).abs().max() < 0.1
+
+
+def test_attention_dropout_acts_in_training_only():
+    model, input_ids = asymloop(attention_dropout=0.5), tokens(1, 9)
+    assert torch.equal(model(input_ids).logits, model(input_ids).logits)
+    model.train()
+    assert not torch.equal(model(input_ids).logits, model(input_ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 0.3),
+        ({"embedding_initializer_range": 0.1}, 0.1),
+        ({"tie_word_embeddings": True}, 0.02),
+        ({"tie_word_embeddings": True, "embedding_initializer_range": 0.05}, 0.05),
+    ],
+)
+@pytest.mark.parametrize("make", [asymloop, fullloop])
+def test_the_embeddings_start_at_their_own_scale(make, fields, expected):
+    model = make(vocab_size=2000, initializer_range=0.02, pad_token_id=None, **fields)
+    weight = model.get_input_embeddings().weight
+    torch.testing.assert_close(weight.std(), torch.tensor(expected), rtol=0.05, atol=0)
+    if not model.config.tie_word_embeddings:
+        torch.testing.assert_close(model.lm_head.weight.std(), torch.tensor(0.02), rtol=0.05, atol=0)
+
+
+def test_exactly_one_kind_of_input():
+    for model in (asymloop(), fullloop()):
+        for inputs in ({}, {"input_ids": tokens(1, 2), "inputs_embeds": torch.zeros(1, 2, 32)}):
+            with pytest.raises(ValueError, match="Exactly one of `input_ids` and `inputs_embeds` must be given"):
+                model(**inputs)

@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import glob
 import hashlib
 import os
 import re
@@ -213,9 +214,10 @@ def _open(name: str, streaming: bool | None) -> Dataset | IterableDataset:
 
 
 def _open_files(path: Path, streaming: bool) -> Dataset | IterableDataset:
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("[!.]*") if file.is_file())
+    files = [path] if path.is_file() else sorted(path.rglob("[!.]*"))
+    files = [file for file in files if file.is_file() and file.stat().st_size > 0]
     if not files:
-        raise ValueError(f"name={str(path)!r} is an empty corpus: the folder has no files")
+        raise ValueError(f"name={str(path)!r} is an empty corpus: it has no file with content")
     formats = {FILE_FORMATS.get(file.suffix.lower()): file for file in files}
     if None in formats:
         raise ValueError(
@@ -236,9 +238,13 @@ def _open_files(path: Path, streaming: bool) -> Dataset | IterableDataset:
             _check_utf8(file)
     try:
         return datasets.load_dataset(
-            file_format, data_files=[str(file) for file in files], split="train", streaming=streaming, **options
+            file_format,
+            data_files=[glob.escape(str(file)) for file in files],
+            split="train",
+            streaming=streaming,
+            **options,
         )
-    except DatasetGenerationError as error:
+    except (DatasetGenerationError, ValueError) as error:
         raise ValueError(f"name={str(path)!r} cannot be read as {file_format}: {error.__cause__ or error}") from error
 
 
@@ -268,7 +274,10 @@ def _check_held_out(held_out: float | int, streamed: bool) -> None:
 
 def _only_text(documents: Dataset | IterableDataset, text_column: str, name: str) -> Dataset | IterableDataset:
     """`documents` with the one column `text`, after a check of the column on the first document."""
-    first = next(iter(documents), None)
+    try:
+        first = next(iter(documents), None)
+    except ValueError as error:
+        raise ValueError(f"name={name!r} cannot be read: {error}") from error
     if first is None:
         raise ValueError(f"name={name!r} is an empty corpus: it has no documents")
     if text_column not in first:

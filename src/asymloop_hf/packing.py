@@ -23,8 +23,8 @@ def pack(
 
     - `input_ids`: the tokens;
     - `position_ids`: a token's distance from the first token of its document or, where the document began in an
-      earlier block, of the block. Without an `attention_mask`, Transformers reads from them where documents begin
-      and keeps attention inside each;
+      earlier block, of the block. Transformers reads from them where documents begin and keeps attention inside
+      each, provided that it gets no `attention_mask` and `use_cache=False`, which is what `Trainer` sets;
     - `labels`: the tokens, and -100 for the first of each document, so that no document predicts the next one.
       Transformers' models shift them.
 
@@ -82,7 +82,9 @@ def _features(block_size: int) -> Features:
 
 
 def _tokenize(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
-    documents = tokenizer(batch["text"], add_special_tokens=False, verbose=False)["input_ids"]
+    documents = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
     return {"input_ids": [tokens + [tokenizer.eos_token_id] for tokens in documents]}
 
 

@@ -80,11 +80,11 @@ def test_a_documents_logits_and_loss_in_a_block_are_those_of_the_document_alone(
     # Llama normalizes and takes the softmax in float32 even when the model is in float64
     torch.testing.assert_close(packed.logits.flatten(0, 1), torch.cat(alone), rtol=0, atol=1e-6)
     losses = [
-        cross_entropy(logits[:-1], torch.tensor(tokens[1:]), reduction="sum")
+        cross_entropy(logits[:-1], torch.tensor(tokens[1:], dtype=torch.long), reduction="sum")
         for logits, tokens in zip(alone, documents, strict=True)
     ]
     torch.testing.assert_close(
-        packed.loss, sum(losses) / sum(len(tokens) - 1 for tokens in documents), rtol=0, atol=1e-6
+        packed.loss.double(), sum(losses) / sum(len(tokens) - 1 for tokens in documents), rtol=0, atol=1e-6
     )
 
 

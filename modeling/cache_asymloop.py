@@ -1,4 +1,4 @@
-"""The cache of AsymLoop: global key/values that stay fixed while the decoder loops, local ones that each loop refreshes.
+"""The cache of AsymLoop: global key/values, fixed while the decoder loops, and local ones that each loop refreshes.
 
 Visit order is slot order: encoder layer `i` has slot `i`, decoder layer `j` in loop `r` has slot `Le + r * Ld + j`.
 """
@@ -238,7 +238,7 @@ class AsymLoopCache(Cache):
             self.num_pending >= needed,
             "cache",
             f"AsymLoopCache of {length} positions, {self.num_pending} of them pending",
-            f"one with at least {needed} pending positions to be forked; fork it between `encode` and the next forward",
+            f"one with at least {needed} pending positions to be forked; fork between `encode` and the next forward",
         )
         for ours, theirs in zip(self._global_layers, fork._global_layers, strict=True):
             if ours.is_initialized:

@@ -5,7 +5,7 @@ from dataclasses import fields
 from .configuration_fullloop import FullLoopConfig
 from .configuration_looped import LoopedConfig, is_positive_int, require
 
-# The Llama shapes of the layerwise-rate experiments: hidden, intermediate, heads, layers of encoder and decoder together.
+# The Llama shapes of the layerwise-rate experiments: hidden and intermediate size, heads, layers of both stacks.
 PRESETS = {
     "60m": (768, 1512, 12, 6),
     "130m": (768, 2048, 12, 12),

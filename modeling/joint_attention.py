@@ -1,7 +1,7 @@
 """Joint attention: one softmax over the global key/values of an encoder layer and the local ones of a decoder visit.
 
-Layers come from Transformers unchanged. They hand their rotated key/values to a cache and attend to what it returns, so
-the two views below are all that an encoder layer and a decoder layer need in the place of a cache.
+Layers come from Transformers unchanged. They hand their rotated key/values to a cache and attend to what it returns,
+so the two views below are all that an encoder layer and a decoder layer need in the place of a cache.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""AsymLoop, the asymmetric looped transformer: a causal encoder that runs once, a weight-tied decoder that loops over it."""
+"""AsymLoop, the asymmetric looped transformer: a causal encoder runs once, a weight-tied decoder loops over it."""
 
 from contextlib import nullcontext
 

@@ -17,7 +17,7 @@ from .configuration_looped import is_positive_int, require
 
 try:
     from transformers.modeling_utils import slice_logits_to_keep
-except ImportError:  # Transformers before 5.22
+except ImportError:  # Transformers before 5.21
 
     def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
         """The states whose logits are wanted: the last `logits_to_keep` (0 for all), or those at the given indices."""
@@ -173,7 +173,7 @@ class LoopedCausalLM:
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+            **{CACHE_NAME: outputs.get(CACHE_NAME)},
         )
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):

@@ -164,9 +164,7 @@ def test_a_cache_whose_positions_were_decoded_cannot_be_forked():
     model = asymloop()
     cache = model.encode(tokens(1, 6))
     model(tokens(1, 1), past_key_values=cache)
-    with pytest.raises(
-        ValueError, match="7 positions, 0 of them pending.*fork it between `encode` and the next forward"
-    ):
+    with pytest.raises(ValueError, match="7 positions, 0 of them pending.*fork between `encode` and the next forward"):
         cache.fork()
 
 

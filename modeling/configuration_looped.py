@@ -1,0 +1,123 @@
+"""What the configurations of both looped models share: the Transformers fields, their checks, the derived visits."""
+
+from transformers import PreTrainedConfig
+
+
+def require(condition: bool, field: str, value, allowed: str) -> None:
+    """Raise a `ValueError` that names the field, its value and what is allowed, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{field}={value!r} is not allowed: it must be {allowed}.")
+
+
+def is_positive_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+class LoopedConfig(PreTrainedConfig):
+    """
+    The fields that `AsymLoopConfig` and `FullLoopConfig` share; those not described here mean what they mean in
+    [`~transformers.LlamaConfig`].
+
+    Args:
+        num_loops (`int`, *optional*, defaults to 2):
+            How often the weight-tied layers run on the sequence. `forward` and `generate` take another count.
+        input_injection (`str`, *optional*, defaults to `"embedding"`):
+            What is added to the state before a loop; see the subclass.
+        initializer_range (`float`, *optional*, defaults to 0.02):
+            Standard deviation of the weight matrices at initialisation.
+        embedding_initializer_range (`float`, *optional*):
+            Standard deviation of the token embeddings at initialisation. `None` stands for 0.3, or for
+            `initializer_range` where the head shares the embeddings: see `docs/architecture.md`.
+
+    Raises:
+        `ValueError`: a value out of range; the message names the field, the value and what is allowed.
+    """
+
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int = 2048
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 1024
+    initializer_range: float = 0.02
+    embedding_initializer_range: float | None = None
+    rms_norm_eps: float = 1e-6
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    mlp_bias: bool = False
+    num_loops: int = 2
+    input_injection: str = "embedding"
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        self._check_sizes()
+        if self.head_dim is None:
+            self._check_head_split()
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        super().__post_init__(**kwargs)
+        self.validate_architecture()
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """The visits of a token, derived from the layers and loops: one cache slot each."""
+        return self._num_visits()
+
+    @num_hidden_layers.setter
+    def num_hidden_layers(self, value: int) -> None:
+        derived_from = ", ".join(f"{name}={getattr(self, name)}" for name in (*self._layer_counts, "num_loops"))
+        require(
+            value == self.num_hidden_layers,
+            "num_hidden_layers",
+            value,
+            f"{self.num_hidden_layers}, the visits that follow from {derived_from}; change those instead",
+        )
+
+    def _check_sizes(self) -> None:
+        positive = (
+            *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+            *("max_position_embeddings", "num_loops", *self._layer_counts),
+        )
+        for field in positive:
+            require(is_positive_int(getattr(self, field)), field, getattr(self, field), "a positive integer")
+
+    def _check_head_split(self) -> None:
+        require(
+            self.hidden_size % self.num_attention_heads == 0,
+            "num_attention_heads",
+            self.num_attention_heads,
+            f"a divisor of hidden_size={self.hidden_size}, or head_dim must be given",
+        )
+
+    def validate_architecture(self) -> None:
+        """Check every field; called when the configuration is made and again when a model is made from it."""
+        self._check_sizes()
+        require(
+            is_positive_int(self.head_dim) and self.head_dim % 2 == 0,
+            "head_dim",
+            self.head_dim,
+            "a positive even integer (rotary positions turn pairs of channels)",
+        )
+        require(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_key_value_heads",
+            self.num_key_value_heads,
+            f"a divisor of num_attention_heads={self.num_attention_heads}",
+        )
+        require(0 <= self.attention_dropout < 1, "attention_dropout", self.attention_dropout, "at least 0 and below 1")
+        for field in ("initializer_range", "embedding_initializer_range", "rms_norm_eps"):
+            value = getattr(self, field)
+            optional = field == "embedding_initializer_range" and value is None
+            require(optional or value > 0, field, value, "above 0")
+        allowed = self._input_injections
+        require(self.input_injection in allowed, "input_injection", self.input_injection, f"one of {allowed}")

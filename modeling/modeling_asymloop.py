@@ -1,0 +1,347 @@
+"""AsymLoop, the asymmetric looped transformer: a causal encoder that runs once, a weight-tied decoder that loops over it."""
+
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache_asymloop import AsymLoopCache, DecoderInput
+from .configuration_asymloop import AsymLoopConfig
+from .configuration_looped import is_positive_int, require
+from .joint_attention import JointKeyValues, KeyValueRecorder, self_only_mask
+from .modeling_looped import (
+    CACHE_NAME,
+    LoopedCausalLM,
+    LoopedPreTrainedModel,
+    check_num_slots,
+    embed,
+    next_position_ids,
+    one_cache,
+    register_auto_classes,
+    slice_logits_to_keep,
+)
+
+GlobalKeyValues = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class AsymLoopEncoderLayer(LlamaDecoderLayer):
+    """An ordinary causal layer that also returns its keys and values: the global KV."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        recorder = KeyValueRecorder(kwargs.pop(CACHE_NAME))
+        hidden_states = super().forward(hidden_states, **{CACHE_NAME: recorder}, **kwargs)
+        return hidden_states, recorder.keys, recorder.values
+
+
+class AsymLoopDecoderLayer(LlamaDecoderLayer):
+    """An ordinary causal layer whose attention reads global and local KV through one softmax."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, global_keys: torch.Tensor, global_values: torch.Tensor, slot: int, **kwargs
+    ) -> torch.Tensor:
+        key_values = JointKeyValues(global_keys, global_values, kwargs.pop(CACHE_NAME), slot)
+        return super().forward(hidden_states, **{CACHE_NAME: key_values}, **kwargs)
+
+
+class AsymLoopEncoder(nn.Module):
+    def __init__(self, config: AsymLoopConfig):
+        super().__init__()
+        self.layers = nn.ModuleList([AsymLoopEncoderLayer(config, i) for i in range(config.num_encoder_layers)])
+
+    def forward(
+        self, hidden_states: torch.Tensor, cache: Cache | None, **kwargs
+    ) -> tuple[torch.Tensor, GlobalKeyValues]:
+        global_kv = []
+        for layer in self.layers:
+            hidden_states, keys, values = layer(hidden_states, **{CACHE_NAME: cache}, **kwargs)
+            global_kv.append((keys, values))
+        return hidden_states, global_kv
+
+
+class AsymLoopDecoder(nn.Module):
+    def __init__(self, config: AsymLoopConfig):
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList([AsymLoopDecoderLayer(config, j) for j in range(config.num_decoder_layers)])
+
+    def forward(
+        self,
+        decoder_input: DecoderInput,
+        global_kv: GlobalKeyValues,
+        num_loops: int,
+        cache: Cache | None,
+        **kwargs,
+    ) -> torch.Tensor:
+        num_global, num_local = self.config.num_encoder_layers, self.config.num_decoder_layers
+        global_kv_map = self.config.global_kv_map
+        # A position with a window of 1 reads no local KV but its own, so there is nothing to cache.
+        cache = None if self.config.local_window == 1 else cache
+        states = decoder_input.states
+        for loop in range(num_loops):
+            states = self._inject(states, decoder_input, loop)
+            for j, layer in enumerate(self.layers):
+                slot = num_global + loop * num_local + j
+                states = layer(states, *global_kv[global_kv_map[j]], slot, **{CACHE_NAME: cache}, **kwargs)
+        return states
+
+    def _inject(self, states: torch.Tensor, decoder_input: DecoderInput, loop: int) -> torch.Tensor:
+        injection = self.config.input_injection
+        if injection == "state" and loop > 0:
+            return states + decoder_input.states
+        if injection == "embedding" and (loop > 0 or self.config.decoder_init == "encoder"):
+            return states + decoder_input.inputs_embeds
+        return states
+
+
+class AsymLoopPreTrainedModel(LoopedPreTrainedModel):
+    config: AsymLoopConfig
+    config_class = AsymLoopConfig
+    _auto_map = {
+        "AutoConfig": "configuration_asymloop.AsymLoopConfig",
+        "AutoModel": "modeling_asymloop.AsymLoopModel",
+        "AutoModelForCausalLM": "modeling_asymloop.AsymLoopForCausalLM",
+        "AutoModelForSequenceClassification": "modeling_asymloop.AsymLoopForSequenceClassification",
+        "AutoModelForTokenClassification": "modeling_asymloop.AsymLoopForTokenClassification",
+        "AutoModelForQuestionAnswering": "modeling_asymloop.AsymLoopForQuestionAnswering",
+    }
+
+
+class AsymLoopModel(AsymLoopPreTrainedModel):
+    def __init__(self, config: AsymLoopConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.encoder = AsymLoopEncoder(config)
+        self.decoder = AsymLoopDecoder(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        num_loops: int | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args (those of `LlamaModel`, and):
+            num_loops: loops to run, more or fewer than `config.num_loops`; with an `AsymLoopCache`, its own number.
+            logits_to_keep: return only the last states (0 for all), or those at the given indices. With a windowed
+                model and an `AsymLoopCache` the decoder then visits only the positions that can influence them.
+
+        Returns:
+            The normalised states of shape `(batch, length, hidden_size)` after the last loop, and the cache.
+
+        Raises:
+            `ValueError`: `num_loops` is not a positive integer, or the cache was made for other layers or loops.
+        """
+        cache = one_cache(cache, past_key_values)
+        num_loops = self._check_loops(num_loops, cache)
+        inputs_embeds = embed(self, input_ids, inputs_embeds)
+        if use_cache and cache is None:
+            cache = AsymLoopCache(self.config, num_loops)
+        if position_ids is None:
+            position_ids = next_position_ids(inputs_embeds, cache)
+
+        length = inputs_embeds.shape[1]
+        num_outputs = min(logits_to_keep, length) if isinstance(logits_to_keep, int) and logits_to_keep else length
+        num_visited = cache.plan_decoding(length, num_outputs) if isinstance(cache, AsymLoopCache) else length
+        encoder_mask, joint_mask = self._masks(inputs_embeds, attention_mask, position_ids, cache, num_visited)
+
+        decoder_input, global_kv, position_embeddings = self._encode(
+            inputs_embeds, encoder_mask, position_ids, cache, use_cache=use_cache, **kwargs
+        )
+        if isinstance(cache, AsymLoopCache):
+            decoder_input = cache.take_pending(decoder_input).last(num_visited)
+        if decoder_input.position_ids is not position_ids:
+            position_embeddings = self.rotary_emb(decoder_input.states, decoder_input.position_ids)
+
+        with cache.decoding() if isinstance(cache, AsymLoopCache) else nullcontext():
+            hidden_states = self.decoder(
+                decoder_input,
+                global_kv,
+                num_loops,
+                cache,
+                attention_mask=joint_mask,
+                position_ids=decoder_input.position_ids,
+                position_embeddings=position_embeddings,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        hidden_states = slice_logits_to_keep(hidden_states[:, -length:], logits_to_keep)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+
+    def encode(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: AsymLoopCache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> AsymLoopCache:
+        """
+        Run the encoder alone: encode once, decode at any depth with `cache.fork(num_loops)`.
+
+        Args:
+            input_ids, inputs_embeds: tokens of shape `(batch, length)`, or their embeddings.
+            attention_mask: padding of shape `(batch, past + length)`, 1 where there is a token.
+            position_ids: rotary positions, by default those that follow the cache.
+            cache: a cache to append to; a new one by default.
+
+        Returns:
+            A cache whose global slots are filled and whose positions wait for the decoder.
+
+        Raises:
+            `ValueError`: `cache` is not an `AsymLoopCache`, or was made for other layers.
+        """
+        require(cache is None or isinstance(cache, AsymLoopCache), "cache", cache, "an `AsymLoopCache` or None")
+        cache = AsymLoopCache(self.config) if cache is None else cache
+        self._check_loops(None, cache)
+        inputs_embeds = embed(self, input_ids, inputs_embeds)
+        if position_ids is None:
+            position_ids = next_position_ids(inputs_embeds, cache)
+        encoder_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)
+        decoder_input, _, _ = self._encode(inputs_embeds, encoder_mask, position_ids, cache)
+        cache.add_pending(decoder_input)
+        return cache
+
+    def _encode(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.LongTensor,
+        cache: Cache | None,
+        **kwargs,
+    ) -> tuple[DecoderInput, GlobalKeyValues, tuple[torch.Tensor, torch.Tensor]]:
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
+        hidden_states, global_kv = self.encoder(
+            inputs_embeds,
+            cache,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        states = hidden_states if self.config.decoder_init == "encoder" else inputs_embeds
+        return DecoderInput(states, inputs_embeds, position_ids), global_kv, position_embeddings
+
+    def _check_loops(self, num_loops: int | None, cache: Cache | None) -> int:
+        """The loops to run: those asked for, which must be those of the cache, or the trained ones."""
+        require(num_loops is None or is_positive_int(num_loops), "num_loops", num_loops, "a positive integer")
+        if not isinstance(cache, AsymLoopCache):
+            num_loops = self.config.num_loops if num_loops is None else num_loops
+            num_global = self.config.num_encoder_layers
+            num_visits = num_global + num_loops * self.config.num_decoder_layers
+            # With a window of 1 a cache that grows as it is written to has no local slots.
+            check_num_slots(cache, num_visits, *([num_global] if self.config.local_window == 1 else []))
+            return num_loops
+        for field in ("num_encoder_layers", "num_decoder_layers", "local_window"):
+            made_for, value = getattr(cache.config, field), getattr(self.config, field)
+            require(made_for == value, f"cache.config.{field}", made_for, f"{value}, as in the model")
+        require(
+            num_loops in (None, cache.num_loops), "num_loops", num_loops, f"{cache.num_loops}, as the cache was made"
+        )
+        return cache.num_loops
+
+    def _masks(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+        position_ids: torch.LongTensor,
+        cache: Cache | None,
+        num_visited: int,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The mask of the encoder, and that of the decoder's last `num_visited` positions over `[global ; local]`."""
+        full, local = self._split_by_layer_type(attention_mask)
+        encoder_mask = create_causal_mask(self.config, inputs_embeds, full, cache, position_ids)
+        spans = (cache, cache)
+        if isinstance(cache, AsymLoopCache):
+            spans = cache.mask_spans(inputs_embeds.shape[1], num_visited)
+        visited = inputs_embeds.new_empty((inputs_embeds.shape[0], num_visited, 0))
+
+        def source_masks(may_skip: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            shared = {"position_ids": position_ids, "allow_is_causal_skip": may_skip}
+            global_mask = create_causal_mask(self.config, visited, full, spans[0], layer_idx=0, **shared)
+            if self.config.local_window == 1:
+                return global_mask, None if global_mask is None else self_only_mask(global_mask)
+            create_mask = create_causal_mask if self.config.local_window is None else create_sliding_window_causal_mask
+            first_local_slot = self.config.num_encoder_layers
+            return global_mask, create_mask(
+                self.config, visited, local, spans[1], layer_idx=first_local_slot, **shared
+            )
+
+        # Only a single position that sees every key of both sources can do without a mask.
+        masks = source_masks(may_skip=num_visited == 1)
+        if all(mask is None for mask in masks):
+            return encoder_mask, None
+        if any(mask is None for mask in masks):
+            masks = source_masks(may_skip=False)
+        return encoder_mask, torch.cat(masks, dim=-1)
+
+    def _split_by_layer_type(
+        self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The masks that global and local KV start from; `generate` makes one of each for a static cache."""
+        windowed = self.config.local_window not in (None, 1)
+        if isinstance(attention_mask, dict):
+            return attention_mask["full_attention"], attention_mask[
+                "sliding_attention" if windowed else "full_attention"
+            ]
+        if windowed and attention_mask is not None and attention_mask.dim() == 4:
+            raise ValueError(
+                "attention_mask of 4 dimensions is not allowed with `local_window`: it must be a dictionary with one "
+                "mask for 'full_attention' and one for 'sliding_attention'."
+            )
+        return attention_mask, attention_mask
+
+
+class AsymLoopForCausalLM(LoopedCausalLM, AsymLoopPreTrainedModel, GenerationMixin):
+    _base_model_class = AsymLoopModel
+
+    def encode(self, *args, **kwargs) -> AsymLoopCache:
+        """Run the encoder alone: see [`AsymLoopModel.encode`]."""
+        return self.model.encode(*args, **kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """An `AsymLoopCache` is the default cache of `generate`."""
+        is_default = generation_config.use_cache is not False and generation_config.cache_implementation is None
+        if model_kwargs.get(CACHE_NAME) is not None or not is_default:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        model_kwargs[CACHE_NAME] = AsymLoopCache(self.config, model_kwargs.get("num_loops"))
+        if generation_config.is_assistant:
+            model_kwargs[CACHE_NAME].activate_past_recording()
+
+
+class AsymLoopForSequenceClassification(GenericForSequenceClassification, AsymLoopPreTrainedModel): ...
+
+
+class AsymLoopForTokenClassification(GenericForTokenClassification, AsymLoopPreTrainedModel): ...
+
+
+class AsymLoopForQuestionAnswering(GenericForQuestionAnswering, AsymLoopPreTrainedModel): ...
+
+
+register_auto_classes(AsymLoopPreTrainedModel, AsymLoopModel, vars())

@@ -1,0 +1,202 @@
+"""What both looped models share: initialisation, saving, the checks of their inputs, the language-model head."""
+
+import copy
+from dataclasses import fields
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto import AutoModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.utils import can_return_tuple
+
+from .configuration_looped import is_positive_int, require
+
+try:
+    from transformers.modeling_utils import slice_logits_to_keep
+except ImportError:  # Transformers before 5.22
+
+    def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+        """The states whose logits are wanted: the last `logits_to_keep` (0 for all), or those at the given indices."""
+        return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+
+
+# Transformers renamed the cache argument and output from `past_key_values` to `cache` in 5.24.
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+
+def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache under whichever of its two names it was passed."""
+    require(
+        cache is None or past_key_values is None, "past_key_values", past_key_values, "None where `cache` is given"
+    )
+    cache = past_key_values if cache is None else cache
+    require(cache is None or isinstance(cache, Cache), "cache", cache, "a Transformers `Cache` or None")
+    return cache
+
+
+def embed(model: PreTrainedModel, input_ids: torch.LongTensor | None, inputs_embeds: torch.Tensor | None):
+    """The token embeddings, of shape `(batch, length, hidden_size)`."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Exactly one of `input_ids` and `inputs_embeds` must be given.")
+    return model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+
+
+def check_num_slots(cache: Cache | None, *allowed: int) -> None:
+    """Raise a `ValueError` if `cache` was made for another number of layers or loops; an empty one fits any."""
+    num_slots = len(cache.layers) if cache is not None else 0
+    counts = " or ".join(map(str, allowed))
+    require(num_slots in (0, *allowed), "cache", cache, f"made for {counts} visits (it has {num_slots} slots)")
+
+
+def next_position_ids(inputs_embeds: torch.Tensor, cache: Cache | None) -> torch.LongTensor:
+    """Positions of shape `(1, length)` that go on where the cache ends."""
+    past = cache.get_seq_length() if cache is not None else 0
+    return (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past).unsqueeze(0)
+
+
+# The modules that the language-model, classification and question-answering classes put on the base model.
+HEADS = ("lm_head", "score", "qa_outputs")
+
+
+class LoopedPreTrainedModel(PreTrainedModel):
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LlamaDecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": LlamaAttention}
+
+    def __init__(self, config, *args, **kwargs):
+        config.validate_architecture()
+        super().__init__(config, *args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=self._embedding_std())
+            if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
+
+    def _embedding_std(self) -> float:
+        if self.config.embedding_initializer_range is not None:
+            return self.config.embedding_initializer_range
+        return self.config.initializer_range if self.config.tie_word_embeddings else 0.3
+
+    def save_pretrained(self, *args, **kwargs):
+        """As in Transformers; the modeling files are saved too, and every head can be loaded from them."""
+        self.config.auto_map = dict(self._auto_map)
+        return super().save_pretrained(*args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """
+        As in Transformers, but weights that are missing or left over are an error, except those of a head that the
+        checkpoint does not share with this class.
+
+        Raises:
+            `ValueError`: names the weights.
+        """
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        same_head = cls.__name__ in (model.config.architectures or [])
+        for kind in ("missing", "unexpected"):
+            keys = [key for key in sorted(info[f"{kind}_keys"]) if same_head or key.split(".")[0] not in HEADS]
+            if keys:
+                raise ValueError(
+                    f"{pretrained_model_name_or_path!r} does not fit {cls.__name__}: {kind} weights {keys}."
+                )
+        return (model, info) if output_loading_info else model
+
+
+class LoopedCausalLM:
+    """The causal language model on top of a looped model; subclasses add it to their base class."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = self._base_model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        num_loops: int | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """
+        Args (those of `LlamaForCausalLM`, and):
+            num_loops: loops to run, more or fewer than `config.num_loops`; with a cache, those it was made for.
+            past_key_values: another name of `cache`, for Transformers before 5.24.
+
+        Returns:
+            The loss (with `labels`), logits of shape `(batch, length, vocab_size)` and the cache.
+
+        Raises:
+            `ValueError`: `num_loops` is not a positive integer, or the cache was made for other layers or loops.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=one_cache(cache, past_key_values),
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            num_loops=num_loops,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            **{CACHE_NAME: outputs[CACHE_NAME] if CACHE_NAME in outputs else None},
+        )
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        """Have `generate(num_loops=...)` make a cache with a slot for each visit at that number of loops."""
+        num_loops = model_kwargs.get("num_loops")
+        if num_loops is None:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        require(is_positive_int(num_loops), "num_loops", num_loops, "a positive integer")
+        trained_config = self.config
+        self.config = copy.copy(trained_config)
+        self.config.num_loops = num_loops
+        try:
+            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            self.config = trained_config
+
+
+def register_auto_classes(pretrained_class: type, base_model_class: type, classes: dict[str, type]) -> None:
+    """
+    Have `save_pretrained` bundle the code of every class in `pretrained_class._auto_map`, and `AutoModel.from_config`,
+    with which Transformers' generic heads make their base model, find `base_model_class`.
+    """
+    AutoModel.register(pretrained_class.config_class, base_model_class, exist_ok=True)
+    for auto_class, path in pretrained_class._auto_map.items():
+        if auto_class != "AutoConfig":
+            classes[path.split(".")[-1]].register_for_auto_class(auto_class)

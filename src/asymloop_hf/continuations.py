@@ -89,7 +89,7 @@ def score_continuations(model, tokenizer, questions, batch_size=16) -> dict:
         ],
     }
     results = lm_eval.simple_evaluate(
-        HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+        HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size),
         tasks=[task],
         task_manager=TaskManager(include_defaults=False),
         log_samples=False,

@@ -1,6 +1,7 @@
 """What the configurations of both looped models share: the Transformers fields, their checks, the derived visits."""
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 
 def require(condition: bool, field: str, value, allowed: str) -> None:
@@ -119,5 +120,12 @@ class LoopedConfig(PreTrainedConfig):
             value = getattr(self, field)
             optional = field == "embedding_initializer_range" and value is None
             require(optional or value > 0, field, value, "above 0")
+        require(self.hidden_act in ACT2FN, "hidden_act", self.hidden_act, f"one of {tuple(ACT2FN)}")
+        require(
+            self.pad_token_id is None or -1 < self.pad_token_id < self.vocab_size,
+            "pad_token_id",
+            self.pad_token_id,
+            f"None or from 0 to {self.vocab_size - 1}, as vocab_size={self.vocab_size}",
+        )
         allowed = self._input_injections
         require(self.input_injection in allowed, "input_injection", self.input_injection, f"one of {allowed}")

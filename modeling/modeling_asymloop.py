@@ -161,15 +161,16 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         cache = one_cache(cache, past_key_values)
         num_loops = self._check_loops(num_loops, cache)
         inputs_embeds = embed(self, input_ids, inputs_embeds)
-        if use_cache and cache is None:
-            cache = AsymLoopCache(self.config, num_loops)
         if position_ids is None:
             position_ids = next_position_ids(inputs_embeds, cache)
 
         length = inputs_embeds.shape[1]
         num_outputs = min(logits_to_keep, length) if isinstance(logits_to_keep, int) and logits_to_keep else length
         num_visited = cache.plan_decoding(length, num_outputs) if isinstance(cache, AsymLoopCache) else length
+        # Masks come before a cache of our own: Transformers finds packed documents only where there is none.
         encoder_mask, joint_mask = self._masks(inputs_embeds, attention_mask, position_ids, cache, num_visited)
+        if use_cache and cache is None:
+            cache = AsymLoopCache(self.config, num_loops)
 
         decoder_input, global_kv, position_embeddings = self._encode(
             inputs_embeds, encoder_mask, position_ids, cache, use_cache=use_cache, **kwargs

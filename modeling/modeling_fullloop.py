@@ -98,11 +98,12 @@ class FullLoopModel(FullLoopPreTrainedModel):
         require(is_positive_int(num_loops), "num_loops", num_loops, "a positive integer")
         check_num_slots(cache, len(self.layers) * num_loops)
         inputs_embeds = embed(self, input_ids, inputs_embeds)
-        if use_cache and cache is None:
-            cache = DynamicCache()
         if position_ids is None:
             position_ids = next_position_ids(inputs_embeds, cache)
+        # The mask comes before a cache of our own: Transformers finds packed documents only where there is none.
         causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)
+        if use_cache and cache is None:
+            cache = DynamicCache()
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
 
         hidden_states = inputs_embeds

@@ -1,0 +1,136 @@
+"""Configurations: what they derive, what they refuse."""
+
+import pytest
+from conftest import asymloop_config, fullloop_config
+
+from asymloop_hf import AsymLoopConfig, AsymLoopForCausalLM, FullLoopConfig, FullLoopForCausalLM
+
+
+def test_the_visits_of_a_token_are_derived():
+    assert asymloop_config(num_encoder_layers=3, num_decoder_layers=2, num_loops=4).num_hidden_layers == 11
+    assert fullloop_config(num_layers=3, num_loops=4).num_hidden_layers == 12
+
+
+def test_layer_types_name_one_cache_slot_for_each_visit():
+    sizes = {"num_encoder_layers": 1, "num_decoder_layers": 2, "num_loops": 2}
+    assert asymloop_config(**sizes).layer_types == ["full_attention"] * 5
+    assert asymloop_config(**sizes, local_window=4).layer_types == ["full_attention"] + ["sliding_attention"] * 4
+    # a window of 1 keeps nothing, and Transformers has no sliding layer that keeps nothing
+    assert asymloop_config(**sizes, local_window=1).layer_types == ["full_attention"] * 5
+
+
+@pytest.mark.parametrize(
+    ("num_encoder_layers", "num_decoder_layers", "expected"),
+    [(3, 3, [0, 1, 2]), (4, 2, [0, 2]), (2, 4, [0, 0, 1, 1]), (1, 3, [0, 0, 0]), (5, 3, [0, 1, 3])],
+)
+def test_each_decoder_layer_reads_the_encoder_layer_at_its_relative_depth(
+    num_encoder_layers, num_decoder_layers, expected
+):
+    config = asymloop_config(num_encoder_layers=num_encoder_layers, num_decoder_layers=num_decoder_layers)
+    assert config.global_kv_map == expected
+
+
+@pytest.mark.parametrize("size", ["60m", "130m", "350m", "1b"])
+def test_presets_have_a_matched_full_loop(size):
+    config = AsymLoopConfig.preset(size, num_loops=5)
+    partner = config.matched_full_loop()
+    assert isinstance(partner, FullLoopConfig)
+    assert partner.num_loops == 3
+    assert partner.num_hidden_layers == config.num_hidden_layers
+    assert partner.hidden_size == config.hidden_size
+
+
+@pytest.mark.parametrize("injection", ["none", "state", "embedding"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_matched_models_have_the_same_parameters(injection, tied):
+    config = asymloop_config(
+        input_injection=injection, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True, head_dim=12
+    )
+    partner = config.matched_full_loop()
+    assert AsymLoopForCausalLM(config).num_parameters() == FullLoopForCausalLM(partner).num_parameters()
+    assert partner.input_injection == ("none" if injection == "none" else "embedding")
+
+
+def test_no_matched_full_loop_without_a_whole_number_of_loops():
+    with pytest.raises(ValueError, match="num_loops=2 is not allowed.*effective depth 6 is a multiple of the 4 layers"):
+        asymloop_config(num_loops=2).matched_full_loop()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_encoder_layers", 0),
+        ("num_encoder_layers", -1),
+        ("num_decoder_layers", 2.0),
+        ("num_decoder_layers", "2"),
+        ("num_loops", 0),
+        ("num_loops", True),
+        ("num_loops", None),
+        ("vocab_size", 0),
+        ("hidden_size", -32),
+        ("intermediate_size", 1.5),
+        ("num_attention_heads", 0),
+        ("num_attention_heads", 5),
+        ("num_key_value_heads", 3),
+        ("num_key_value_heads", 0),
+        ("head_dim", 7),
+        ("head_dim", 0),
+        ("max_position_embeddings", 0),
+        ("global_kv_layers", [0]),
+        ("global_kv_layers", [0, 1, 0]),
+        ("global_kv_layers", [0, 2]),
+        ("global_kv_layers", [-1, 0]),
+        ("global_kv_layers", [0.0, 1]),
+        ("global_kv_layers", 3),
+        ("global_kv_layers", "01"),
+        ("local_window", 0),
+        ("local_window", -1),
+        ("local_window", 2.5),
+        ("decoder_init", "zeros"),
+        ("input_injection", "both"),
+        ("attention_dropout", 1.0),
+        ("attention_dropout", -0.1),
+        ("initializer_range", 0.0),
+        ("embedding_initializer_range", -0.3),
+        ("rms_norm_eps", 0),
+        ("num_hidden_layers", 7),
+        ("hidden_act", "sillu"),
+        ("pad_token_id", 97),
+    ],
+)
+def test_wrong_values_are_refused_by_name(field, value):
+    with pytest.raises(ValueError) as error:
+        asymloop_config(**{field: value})
+    message = str(error.value)
+    assert message.startswith(f"{field}={value!r} is not allowed: it must be ")
+
+
+@pytest.mark.parametrize(("field", "value"), [("num_layers", 0), ("num_loops", -2), ("input_injection", "state")])
+def test_full_loop_refuses_wrong_values_by_name(field, value):
+    with pytest.raises(ValueError, match=f"^{field}={value!r} is not allowed: it must be "):
+        fullloop_config(**{field: value})
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match="size='7b' is not allowed: it must be one of .*'60m', '130m', '350m', '1b'"):
+        AsymLoopConfig.preset("7b")
+
+
+def test_a_field_changed_later_is_checked_when_a_model_is_made():
+    config = asymloop_config()
+    config.num_loops = 0
+    with pytest.raises(ValueError, match="num_loops=0"):
+        AsymLoopForCausalLM(config)
+    config = asymloop_config()
+    with pytest.raises(ValueError, match="num_hidden_layers=4 .*8, the visits that follow from num_encoder_layers=2"):
+        config.num_hidden_layers = 4
+
+
+@pytest.mark.parametrize("make_config", [asymloop_config, fullloop_config])
+def test_round_trip_through_a_file(make_config, tmp_path):
+    config = make_config(num_loops=7, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0})
+    config.save_pretrained(tmp_path)
+    loaded = type(config).from_pretrained(tmp_path)
+    assert loaded.to_dict().items() >= {k: v for k, v in config.to_dict().items() if k != "auto_map"}.items()
+    assert loaded.num_hidden_layers == config.num_hidden_layers
+    assert type(config).from_pretrained(tmp_path, num_loops=1).num_loops == 1

@@ -1,0 +1,78 @@
+"""Full Loop: with one loop it is Llama; with more it is Llama applied to its own state."""
+
+import pytest
+import torch
+from conftest import SIZES, fullloop, fullloop_config, tokens
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from asymloop_hf import FullLoopForCausalLM
+
+pytestmark = pytest.mark.usefixtures("float64")
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_loop_loads_a_llama_and_gives_its_logits_and_loss(tied):
+    llama_config = LlamaConfig(num_hidden_layers=3, tie_word_embeddings=tied, attention_bias=True, **SIZES)
+    llama = LlamaForCausalLM(llama_config).eval()
+    model = FullLoopForCausalLM(fullloop_config(num_loops=1, tie_word_embeddings=tied, attention_bias=True)).eval()
+    model.load_state_dict(llama.state_dict(), strict=True)
+    input_ids = tokens(2, 13)
+    outputs, expected = model(input_ids, labels=input_ids), llama(input_ids, labels=input_ids)
+    torch.testing.assert_close(outputs.logits, expected.logits, **TOLERANCE)
+    torch.testing.assert_close(outputs.loss, expected.loss, **TOLERANCE)
+
+
+@pytest.mark.parametrize("injection", ["none", "embedding"])
+def test_loops_are_repeated_llama_layers(injection):
+    model = fullloop(num_loops=3, input_injection=injection)
+    llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **SIZES)).eval()
+    llama.load_state_dict(model.state_dict())
+    llama.model.norm = torch.nn.Identity()
+    input_ids = tokens(2, 13)
+    embeds = state = model.get_input_embeddings()(input_ids)
+    for loop in range(3):
+        state = state + embeds if injection == "embedding" and loop > 0 else state
+        state = llama.model(inputs_embeds=state).last_hidden_state
+    expected = model.lm_head(model.model.norm(state))
+    torch.testing.assert_close(model(input_ids).logits, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("chunks", [(10,), (1,) * 10, (4, 1, 5)])
+@pytest.mark.parametrize("new_cache", [lambda config: None, lambda config: DynamicCache(config=config), "static"])
+def test_cached_equals_uncached(chunks, new_cache):
+    model = fullloop(num_loops=3)
+    cache = StaticCache(model.config, max_cache_len=12) if new_cache == "static" else new_cache(model.config)
+    input_ids = tokens(2, 10)
+    logits = []
+    for chunk in input_ids.split(chunks, dim=1):
+        outputs = model(chunk, past_key_values=cache, use_cache=True)
+        cache = outputs.get("cache", outputs.get("past_key_values"))
+        logits.append(outputs.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), model(input_ids, use_cache=False).logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_loops", [1, 4])
+def test_generate_at_other_loop_counts(num_loops):
+    model = fullloop()
+    other = fullloop(num_loops=num_loops)
+    other.load_state_dict(model.state_dict())
+    prompt = tokens(2, 5)
+    for cache_implementation in (None, "static"):
+        options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache_implementation}
+        options["disable_compile"] = True
+        generated = model.generate(prompt, num_loops=num_loops, **options)
+        assert generated.tolist() == other.generate(prompt, **options).tolist()
+
+
+def test_a_cache_for_other_loops_is_refused():
+    model = fullloop(num_loops=2)
+    cache = DynamicCache(config=fullloop_config(num_loops=3))
+    with pytest.raises(ValueError, match=r"cache=.* is not allowed: it must be made for 6 visits \(it has 9 slots\)"):
+        model(tokens(1, 3), past_key_values=cache)
+
+
+@pytest.mark.parametrize("num_loops", [0, -1, 1.5, True])
+def test_num_loops_must_be_a_positive_integer(num_loops):
+    with pytest.raises(ValueError, match="num_loops=.* is not allowed: it must be a positive integer"):
+        fullloop()(tokens(1, 3), num_loops=num_loops)

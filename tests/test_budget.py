@@ -49,7 +49,9 @@ def test_against_the_built_model(name):
     with FlopCounterMode(display=False) as counter:
         model(input_ids[:, -1:], past_key_values=cache)
     assert costs.effective_depth == len(visits)
-    assert costs.flops_per_token == counter.get_total_flops()
+    # Transformers before 5.19 makes the rotary angles with a matrix product.
+    rotary = [sum(flops.values()) for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
+    assert costs.flops_per_token == counter.get_total_flops() - sum(rotary)
     assert costs.kv_bytes_per_token * CONTEXT == pytest.approx(cache_bytes(cache))
     if name != "full loop":
         lean = AsymLoopCache(model.config, local_kv="last_loop")

@@ -1,0 +1,42 @@
+"""`torch.compile` takes a training step and a step with a static cache as one graph."""
+
+import pytest
+import torch
+from conftest import asymloop, tokens
+from transformers import StaticCache
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model):
+    return torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("local_window", [None, 3])
+def test_a_training_step_is_one_graph(local_window):
+    model, input_ids = asymloop(local_window=local_window).train(), tokens(2, 9)
+    expected = model(input_ids, labels=input_ids, use_cache=False).loss
+    expected.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    loss = compiled(model)(input_ids, labels=input_ids, use_cache=False).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local_window", [None, 1, 3])
+def test_a_step_with_a_static_cache_is_one_graph(local_window):
+    model, input_ids = asymloop(local_window=local_window), tokens(2, 12)
+    cache = StaticCache(model.config, max_cache_len=16)
+    model(input_ids[:, :10], past_key_values=cache)
+    step = compiled(model)
+    logits = [step(input_ids[:, i : i + 1], past_key_values=cache).logits for i in (10, 11)]
+    torch.testing.assert_close(torch.cat(logits, 1), model(input_ids).logits[:, 10:], rtol=1e-3, atol=1e-3)

@@ -49,7 +49,9 @@ def test_against_the_built_model(name):
     with FlopCounterMode(display=False) as counter:
         model(input_ids[:, -1:], past_key_values=cache)
     assert costs.effective_depth == len(visits)
-    assert costs.flops_per_token == counter.get_total_flops()
+    # Transformers before 5.19 makes the rotary angles with a matrix product.
+    rotary = [sum(flops.values()) for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
+    assert costs.flops_per_token == counter.get_total_flops() - sum(rotary)
     assert costs.kv_bytes_per_token * CONTEXT == pytest.approx(cache_bytes(cache))
     if name != "full loop":
         lean = AsymLoopCache(model.config, local_kv="last_loop")
@@ -59,9 +61,7 @@ def test_against_the_built_model(name):
 
 def test_the_windowed_cache_of_a_model_without_a_window_is_that_of_a_window_of_16():
     costs = budget(asymloop_config(), context=100)
-    assert (
-        costs.kv_bytes_per_token_windowed == budget(asymloop_config(local_window=16), context=100).kv_bytes_per_token
-    )
+    assert costs.kv_bytes_per_token_windowed == budget(asymloop_config(local_window=16), context=100).kv_bytes_per_token
 
 
 def test_matched_models_differ_only_in_what_they_read_and_keep():
@@ -69,9 +69,7 @@ def test_matched_models_differ_only_in_what_they_read_and_keep():
     assert asymloop_costs.parameters == fullloop_costs.parameters
     assert asymloop_costs.effective_depth == fullloop_costs.effective_depth
     assert asymloop_costs.kv_bytes_per_token == fullloop_costs.kv_bytes_per_token
-    read_twice = (
-        4 * 1024 * 768 * 15
-    )  # the 15 decoder visits read 1,024 local keys of width 768 besides the global ones
+    read_twice = 4 * 1024 * 768 * 15  # the 15 decoder visits read 1,024 local keys of width 768 besides the global ones
     assert asymloop_costs.flops_per_token == fullloop_costs.flops_per_token + read_twice
 
 

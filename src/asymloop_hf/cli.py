@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from . import demo
+from . import budget, demo
 
-COMMANDS = (demo,)
+COMMANDS = (demo, budget)
 USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError)
 
 

@@ -49,7 +49,8 @@ def load_corpus(
     No text is in both sets. Blank documents are left out.
 
     - In memory (a `DatasetDict`): equal texts are kept once, and which set a text belongs to follows from a hash of
-      the text and `seed` alone, so that it stays there when the corpus is reordered or grows.
+      the text and `seed`. With a share it stays there when the corpus is reordered or grows; a number of documents
+      takes those with the lowest hashes, so that a corpus that grows can move some to the other side.
     - Streamed (a `dict`): `held_out` is a `Dataset` of the first documents, `train` an `IterableDataset` of all
       documents whose text is not among them.
 

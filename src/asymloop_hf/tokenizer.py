@@ -30,7 +30,7 @@ def train_tokenizer(
             out when `texts` has too few different words; `len(tokenizer)` tells.
         model_max_length: tokens from which on the tokenizer warns that a text is too long. `None`: never.
         max_characters: stop reading `texts` after this many characters, so that a stream of any length will do.
-            Fewer train faster: 10 million, a quarter of the installed documentation, cost 1 % more tokens per text.
+            With 10 million, a quarter of the installed documentation, texts took 1 % more tokens.
 
     Raises:
         ValueError: `vocab_size` is below 258, `max_characters` below 1, or `texts` has no text.

@@ -1,0 +1,21 @@
+# `make demo` runs the main job on a fresh machine, `make test` the tests; both install what they need.
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+
+.PHONY: demo test lint
+
+demo: $(VENV)/installed
+	$(VENV)/bin/asymloop demo $(DEMO)
+
+test: $(VENV)/installed
+	$(VENV)/bin/python -m pytest $(TESTS)
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+$(VENV)/installed: setup.cfg pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test,lint]'
+	touch $@

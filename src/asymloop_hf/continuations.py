@@ -72,29 +72,28 @@ def score_continuations(model, tokenizer, questions, batch_size=16) -> dict:
     questions.
     """
     import lm_eval
+    from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    task = {
-        "task": "continuations",
-        "custom_dataset": lambda **_: {"test": questions},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "context",
-        "doc_to_choice": "choices",
-        "doc_to_target": "label",
-        "target_delimiter": "",  # a continuation brings its own space
-        "metric_list": [
-            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
-        ],
-    }
-    results = lm_eval.simple_evaluate(
-        HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size),
-        tasks=[task],
-        task_manager=TaskManager(include_defaults=False),
-        log_samples=False,
+    task = ConfigurableTask(
+        config={
+            "task": "continuations",
+            "custom_dataset": lambda **_: {"test": questions},
+            "test_split": "test",
+            "num_fewshot": 0,
+            "output_type": "multiple_choice",
+            "doc_to_text": "context",
+            "doc_to_choice": "choices",
+            "doc_to_target": "label",
+            "target_delimiter": "",  # a continuation brings its own space
+            "metric_list": [
+                {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
+            ],
+        }
     )
-    scores = results["results"]["continuations"]
+    model = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+    # `simple_evaluate` takes a task that is in no file only from lm-eval 0.4.12 on.
+    scores = lm_eval.evaluate(model, {"continuations": task}, log_samples=False)["results"]["continuations"]
     return {"questions": len(questions)} | {
         name: float(scores[f"{name},none"]) for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")
     }

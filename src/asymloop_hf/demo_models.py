@@ -58,10 +58,11 @@ class Size:
         return {"asymloop": asymloop, "fullloop": asymloop.matched_full_loop()}
 
 
+# Small batches: in a few minutes, many small updates teach more than few large ones (measured at the size `small`).
 SIZES = {
     "tiny": Size(64, 176, 2, 1, vocab_size=1024, block_size=128, batch_size=8, learning_rate=3e-3),
-    "small": Size(128, 344, 4, 2, vocab_size=4096, block_size=256, batch_size=8, learning_rate=2e-3),
-    "medium": Size(256, 688, 4, 3, vocab_size=8192, block_size=512, batch_size=16, learning_rate=1e-3),
+    "small": Size(128, 344, 4, 2, vocab_size=4096, block_size=256, batch_size=2, learning_rate=3e-3),
+    "medium": Size(256, 688, 4, 3, vocab_size=8192, block_size=512, batch_size=4, learning_rate=1e-3),
 }
 
 
@@ -101,7 +102,7 @@ def train_model(config, size, blocks, steps, seed) -> dict:
                 output_dir=scratch,
                 max_steps=steps,
                 per_device_train_batch_size=size.batch_size,
-                per_device_eval_batch_size=size.batch_size,
+                per_device_eval_batch_size=8,
                 learning_rate=size.learning_rate,
                 lr_scheduler_type="cosine",
                 warmup_steps=math.ceil(steps / 10),

@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 
+# Spinning OpenMP threads make every step slower as soon as anything else runs on the machine.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .PHONY: demo test lint
 
 demo: $(VENV)/installed

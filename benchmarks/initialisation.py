@@ -1,7 +1,7 @@
 """What the embeddings' scale and the injection do: the state's size at each visit at initialisation, and short runs.
 
     python benchmarks/initialisation.py states          # a few seconds
-    python benchmarks/initialisation.py runs --steps 250
+    python benchmarks/initialisation.py runs            # an hour or more on one core
 
 `runs` trains AsymLoop and its matched Full Loop on the installed documentation for each embedding scale and injection,
 with one seed, the same tokens, order and schedule.
@@ -20,7 +20,7 @@ from asymloop_hf.corpus import load_corpus
 from asymloop_hf.packing import pack
 from asymloop_hf.tokenizer import train_tokenizer
 
-BLOCK, BATCH, HELD_OUT_BLOCKS = 256, 4, 96
+BLOCK, BATCH, HELD_OUT_BLOCKS = 256, 8, 96
 
 
 @torch.no_grad()
@@ -75,17 +75,23 @@ def run(steps: int, rate: float) -> None:
         blocks[split] = packed.with_format("torch")[:]
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4}
     sizes |= {"num_encoder_layers": 2, "num_decoder_layers": 2, "num_loops": 3, "max_position_embeddings": BLOCK}
-    for std, injection in itertools.product((0.3, 0.02, 1.0), ("embedding", "none")):
-        config = AsymLoopConfig(**sizes, embedding_initializer_range=std, input_injection=injection)
-        losses = [train(each, blocks, steps, rate) for each in (config, config.matched_full_loop())]
-        columns = "".join(f"{loss:8.3f} ({math.exp(loss):6.1f})" for loss in losses)
-        print(f"embeddings {std:<5} injection {injection:<10} AsymLoop, Full Loop: {columns}", flush=True)
+    for make in (lambda config: config, AsymLoopConfig.matched_full_loop):
+        for std, injection in (
+            (0.3, "embedding"),
+            (0.3, "none"),
+            (0.02, "embedding"),
+            (0.02, "none"),
+            (1.0, "embedding"),
+        ):
+            config = make(AsymLoopConfig(**sizes, embedding_initializer_range=std, input_injection=injection))
+            loss = train(config, blocks, steps, rate)
+            print(f"{config.model_type} {std:<5}{injection:<10} {loss:.3f} ({math.exp(loss):.1f})", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("states", "runs"))
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     arguments = parser.parse_args()
     show_states() if arguments.what == "states" else run(arguments.steps, arguments.rate)

@@ -133,7 +133,7 @@ def choose_steps(seconds_left, seconds_per_step, size) -> int:
     held_out_tokens = (HELD_OUT_POINTS + 1) * HELD_OUT_BLOCKS * size.block_size
     forward_tokens = held_out_tokens + QUESTIONS * NUM_CHOICES * QUESTION_TOKENS
     evaluation = math.ceil(forward_tokens / 3 / size.step_tokens)  # in steps: a step costs about three forward passes
-    fixed_seconds, margin = 15, 0.85  # start-up of lm-eval, generation, saving; timing is never exact
+    fixed_seconds, margin = 15, 0.92  # start-up of lm-eval, generation, saving; timing is never exact
     steps = int((seconds_left * margin - fixed_seconds) / sum(seconds_per_step.values())) - evaluation
     if steps < 1:
         raise ValueError(

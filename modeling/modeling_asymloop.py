@@ -108,6 +108,7 @@ class AsymLoopDecoder(nn.Module):
 class AsymLoopPreTrainedModel(LoopedPreTrainedModel):
     config: AsymLoopConfig
     config_class = AsymLoopConfig
+    _no_split_modules = ["AsymLoopEncoderLayer", "AsymLoopDecoderLayer"]
     _auto_map = {
         "AutoConfig": "configuration_asymloop.AsymLoopConfig",
         "AutoModel": "modeling_asymloop.AsymLoopModel",

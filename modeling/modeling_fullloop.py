@@ -46,6 +46,7 @@ class LoopSlots:
 class FullLoopPreTrainedModel(LoopedPreTrainedModel):
     config: FullLoopConfig
     config_class = FullLoopConfig
+    _no_split_modules = ["LlamaDecoderLayer"]
     _supports_flash_attn = True
     _supports_flex_attn = True
     _auto_map = {

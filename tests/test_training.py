@@ -43,7 +43,7 @@ def documents() -> Dataset:
     return Dataset.from_dict({"input_ids": rows, "labels": rows, "position_ids": position_ids})
 
 
-def train(model, folder, **options):
+def make_trainer(model, folder, **options) -> Trainer:
     arguments = TrainingArguments(
         folder,
         max_steps=4,
@@ -53,39 +53,27 @@ def train(model, folder, **options):
         use_cpu=True,
         disable_tqdm=True,
         save_steps=2,
-        logging_steps=1,
         **options,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=documents(), eval_dataset=documents())
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    return before, trainer.evaluate()["eval_loss"], trainer
+    return Trainer(model=model, args=arguments, train_dataset=documents(), eval_dataset=documents())
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}])
 @pytest.mark.parametrize("name", MAKERS)
 def test_trainer_learns(name, options, tmp_path):
-    before, after, _ = train(MAKERS[name](), tmp_path, **options)
-    assert after < before
+    trainer = make_trainer(MAKERS[name](), tmp_path, **options)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_trainer_resumes_where_it_stopped(name, tmp_path):
     model = MAKERS[name]()
-    train(model, tmp_path)
+    make_trainer(model, tmp_path).train()
     torch.manual_seed(1)
     resumed = MAKERS[name]()
-    arguments = TrainingArguments(
-        tmp_path,
-        max_steps=4,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model=resumed, args=arguments, train_dataset=documents())
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    make_trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for weight, expected in zip(resumed.parameters(), model.parameters(), strict=True):
         assert torch.equal(weight, expected)
 

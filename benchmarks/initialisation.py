@@ -1,7 +1,7 @@
 """What the embeddings' scale and the injection do: the state's size at each visit at initialisation, and short runs.
 
     python benchmarks/initialisation.py states          # a few seconds
-    python benchmarks/initialisation.py runs            # an hour or more on one core
+    python benchmarks/initialisation.py runs            # half an hour on two cores
 
 `runs` trains AsymLoop and its matched Full Loop on the installed documentation for each embedding scale and injection,
 with one seed, the same tokens, order and schedule.
@@ -20,7 +20,7 @@ from asymloop_hf.corpus import load_corpus
 from asymloop_hf.packing import pack
 from asymloop_hf.tokenizer import train_tokenizer
 
-BLOCK, BATCH, HELD_OUT_BLOCKS = 256, 8, 96
+BLOCK, BATCH, HELD_OUT_BLOCKS = 256, 2, 64
 
 
 @torch.no_grad()
@@ -92,6 +92,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("states", "runs"))
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     arguments = parser.parse_args()
     show_states() if arguments.what == "states" else run(arguments.steps, arguments.rate)

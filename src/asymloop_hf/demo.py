@@ -24,7 +24,7 @@ TITLES = {"asymloop": "AsymLoop", "fullloop": "Full Loop"}
 TRAIN_DOCUMENTS = 8000  # far more text than a few minutes on two cores can read
 HELD_OUT_BLOCKS = 64
 QUESTIONS = 200
-QUESTION_TOKENS = 200  # of one choice with its context, roughly
+QUESTION_TOKENS = 150  # of one choice with its context, roughly
 PROMPTS = 3
 TIMED_STEPS = 6
 

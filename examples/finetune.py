@@ -32,6 +32,8 @@ def read_examples(path: str) -> list[dict]:
     examples = []
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
                 example = json.loads(line)
             except ValueError as error:  # not JSON, or not UTF-8

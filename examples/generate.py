@@ -19,6 +19,8 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token each time")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     args = parser.parse_args()
+    if not args.prompt:
+        parser.error("--prompt must not be empty")
 
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint)

@@ -13,6 +13,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from .configuration_asymloop import AsymLoopConfig
 from .configuration_looped import is_positive_int, require
 
+KEEP_PAST = "call `activate_past_recording()` on the cache before the prompt to keep it"
+
 
 @dataclass
 class DecoderInput:
@@ -240,6 +242,10 @@ class AsymLoopCache(Cache):
             f"AsymLoopCache of {length} positions, {self.num_pending} of them pending",
             f"one with at least {needed} pending positions to be forked; fork between `encode` and the next forward",
         )
+        if self.num_pending < length and reach > 0:
+            fork._first_exact_position = length - self.num_pending + reach
+        if self._records_past:
+            fork.activate_past_recording()
         for ours, theirs in zip(self._global_layers, fork._global_layers, strict=True):
             if ours.is_initialized:
                 theirs.lazy_initialization(ours.keys, ours.values)
@@ -249,7 +255,10 @@ class AsymLoopCache(Cache):
 
     def reset(self) -> None:
         """Empty every slot."""
+        records_past = self._records_past
         self.layers = [DynamicLayer() for _ in self._global_layers] + self._new_local_layers()
+        if records_past:
+            self.activate_past_recording()
         self.pending = None
         self._first_exact_position = 0
 
@@ -258,8 +267,8 @@ class AsymLoopCache(Cache):
         Remove the last `-tokens_to_remove` positions (a negative number, as in Transformers).
 
         Raises:
-            `ValueError`: the number is positive, there are not that many positions, or lazy prefill has not kept the
-                local KV that decoding would need from there on.
+            `ValueError`: the number is positive, there are not that many positions, or the local KV that decoding
+                would need from there on was not kept; the cache is left as it was.
         """
         length = self.get_seq_length()
         require(-length <= tokens_to_remove <= 0, "tokens_to_remove", tokens_to_remove, f"from {-length} to 0")
@@ -268,14 +277,17 @@ class AsymLoopCache(Cache):
             remaining >= self._first_exact_position or remaining == 0,
             "tokens_to_remove",
             tokens_to_remove,
-            f"at least {self._first_exact_position - length}: lazy prefill left no local KV before that; call "
-            "`activate_past_recording()` on the cache before the prompt to keep it",
+            f"at least {self._first_exact_position - length}: there is no local KV before that; {KEEP_PAST}",
         )
+        local_tokens = min(0, tokens_to_remove + self.num_pending)
+        rolls_back = [layer for layer in self._local_layers if layer.is_initialized and layer.get_seq_length() > 0]
+        if local_tokens < 0 and not self._records_past and self.config.local_window not in (None, 1):
+            kept = all(layer.get_seq_length() < self.config.local_window for layer in rolls_back)
+            require(kept, "tokens_to_remove", tokens_to_remove, f"0: the window has moved on; {KEEP_PAST}")
         for layer in self._global_layers:
             layer.crop(tokens_to_remove)
-        local_tokens = min(0, tokens_to_remove + self.num_pending)
-        for layer in self._local_layers:
-            if layer.is_initialized:
+        if local_tokens < 0 or self._records_past:
+            for layer in rolls_back:
                 layer.crop(local_tokens)
         if self.pending is not None:
             kept = self.num_pending + tokens_to_remove

@@ -1,5 +1,6 @@
 """The configuration of AsymLoop: an encoder that runs once, a weight-tied decoder that loops over its key/values."""
 
+import copy
 from dataclasses import fields
 
 from .configuration_fullloop import FullLoopConfig
@@ -57,6 +58,7 @@ class AsymLoopConfig(LoopedConfig):
     }
     _layer_counts = ("num_encoder_layers", "num_decoder_layers")
     _input_injections = ("none", "state", "embedding")
+    _derived = ("num_hidden_layers", "layer_types", "sliding_window", "global_kv_map")
 
     num_encoder_layers: int = 6
     num_decoder_layers: int = 6
@@ -107,7 +109,7 @@ class AsymLoopConfig(LoopedConfig):
         )
         require(layers is None or isinstance(layers, (list, tuple)), "global_kv_layers", layers, allowed)
         if layers is not None:
-            in_range = [isinstance(i, int) and 0 <= i < self.num_encoder_layers for i in layers]
+            in_range = [type(i) is int and 0 <= i < self.num_encoder_layers for i in layers]
             require(len(layers) == self.num_decoder_layers and all(in_range), "global_kv_layers", layers, allowed)
 
     @classmethod
@@ -122,7 +124,7 @@ class AsymLoopConfig(LoopedConfig):
         Raises:
             `ValueError`: an unknown size.
         """
-        require(size in PRESETS, "size", size, f"one of {tuple(PRESETS)}")
+        require(size in tuple(PRESETS), "size", size, f"one of {tuple(PRESETS)}")
         hidden_size, intermediate_size, num_attention_heads, num_layers = PRESETS[size]
         return cls(
             **{
@@ -152,7 +154,7 @@ class AsymLoopConfig(LoopedConfig):
             f"such that the effective depth {self.num_hidden_layers} is a multiple of the {num_layers} layers "
             "(an odd number where encoder and decoder have the same number of layers)",
         )
-        shared = {field.name: getattr(self, field.name) for field in fields(LoopedConfig) if field.init}
+        shared = {field.name: copy.deepcopy(getattr(self, field.name)) for field in fields(LoopedConfig)}
         injection = "none" if self.input_injection == "none" else "embedding"
         shared |= {"num_layers": num_layers, "num_loops": num_loops, "input_injection": injection}
         return FullLoopConfig(**{name: value for name, value in shared.items() if name not in NOT_SHARED})

@@ -1,7 +1,11 @@
 """What the configurations of both looped models share: the Transformers fields, their checks, the derived visits."""
 
+import math
+from dataclasses import fields
+
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def require(condition: bool, field: str, value, allowed: str) -> None:
@@ -12,6 +16,10 @@ def require(condition: bool, field: str, value, allowed: str) -> None:
 
 def is_positive_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class LoopedConfig(PreTrainedConfig):
@@ -34,6 +42,8 @@ class LoopedConfig(PreTrainedConfig):
         `ValueError`: a value out of range; the message names the field, the value and what is allowed.
     """
 
+    # What follows from the fields; a value given for one must be the one that follows.
+    _derived = ("num_hidden_layers",)
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     vocab_size: int = 32000
@@ -66,8 +76,24 @@ class LoopedConfig(PreTrainedConfig):
         if self.head_dim is None:
             self._check_head_split()
             self.head_dim = self.hidden_size // self.num_attention_heads
-        super().__post_init__(**kwargs)
         self.validate_architecture()
+        for name in self._derived:
+            if name in kwargs:
+                value, derived = kwargs.pop(name), getattr(self, name)
+                require(value == derived, name, value, f"{derived!r}, which follows from the other fields")
+        for name, only in (("backbone", "llama"), ("num_experts", 0)):
+            value = kwargs.pop(name, only)
+            require(value == only, name, value, f"{only!r}, the only one that there is so far")
+        super().__post_init__(**kwargs)
+        rope_type, allowed = self.rope_parameters.get("rope_type"), ("default", *ROPE_INIT_FUNCTIONS)
+        require(rope_type in allowed, "rope_parameters['rope_type']", rope_type, f"one of {allowed}")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """As in Transformers, but fields given in `kwargs` are checked together with those of the dictionary."""
+        names = {field.name for field in fields(cls)}
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
+        return super().from_dict({**config_dict, **given}, **kwargs)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -92,6 +118,14 @@ class LoopedConfig(PreTrainedConfig):
         for field in positive:
             require(is_positive_int(getattr(self, field)), field, getattr(self, field), "a positive integer")
 
+    def _check_numbers(self) -> None:
+        dropout = self.attention_dropout
+        require(is_number(dropout) and 0 <= dropout < 1, "attention_dropout", dropout, "at least 0 and below 1")
+        for field in ("initializer_range", "embedding_initializer_range", "rms_norm_eps"):
+            value = getattr(self, field)
+            optional = field == "embedding_initializer_range" and value is None
+            require(optional or (is_number(value) and value > 0), field, value, "a number above 0")
+
     def _check_head_split(self) -> None:
         require(
             self.hidden_size % self.num_attention_heads == 0,
@@ -115,14 +149,19 @@ class LoopedConfig(PreTrainedConfig):
             self.num_key_value_heads,
             f"a divisor of num_attention_heads={self.num_attention_heads}",
         )
-        require(0 <= self.attention_dropout < 1, "attention_dropout", self.attention_dropout, "at least 0 and below 1")
-        for field in ("initializer_range", "embedding_initializer_range", "rms_norm_eps"):
-            value = getattr(self, field)
-            optional = field == "embedding_initializer_range" and value is None
-            require(optional or value > 0, field, value, "above 0")
+        self._check_numbers()
+        for field in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache"):
+            require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
+        require(
+            self.rope_parameters is None or isinstance(self.rope_parameters, dict),
+            "rope_parameters",
+            self.rope_parameters,
+            "None or a dictionary",
+        )
         require(self.hidden_act in ACT2FN, "hidden_act", self.hidden_act, f"one of {tuple(ACT2FN)}")
         require(
-            self.pad_token_id is None or -1 < self.pad_token_id < self.vocab_size,
+            self.pad_token_id is None
+            or (isinstance(self.pad_token_id, int) and -1 < self.pad_token_id < self.vocab_size),
             "pad_token_id",
             self.pad_token_id,
             f"None or from 0 to {self.vocab_size - 1}, as vocab_size={self.vocab_size}",

@@ -46,20 +46,3 @@ class JointKeyValues:
         keys = torch.cat([self.global_keys, key_states], dim=-2)
         values = torch.cat([self.global_values, value_states], dim=-2)
         return keys, values
-
-
-def self_only_mask(global_mask: torch.Tensor) -> torch.Tensor:
-    """
-    The local mask of a window of 1: every position sees itself only.
-
-    Args:
-        global_mask: mask of shape `(batch, 1, length, keys)`, boolean (true where a key is seen) or additive.
-
-    Returns:
-        A mask of shape `(batch, 1, length, length)` of the same kind.
-    """
-    batch, _, length, _ = global_mask.shape
-    seen = torch.eye(length, dtype=torch.bool, device=global_mask.device).expand(batch, 1, length, length)
-    if global_mask.dtype == torch.bool:
-        return seen
-    return torch.zeros_like(seen, dtype=global_mask.dtype).masked_fill(~seen, torch.finfo(global_mask.dtype).min)

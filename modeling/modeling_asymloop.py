@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -20,7 +20,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_asymloop import AsymLoopCache, DecoderInput
 from .configuration_asymloop import AsymLoopConfig
 from .configuration_looped import is_positive_int, require
-from .joint_attention import JointKeyValues, KeyValueRecorder, self_only_mask
+from .joint_attention import JointKeyValues, KeyValueRecorder
+from .joint_mask import check_padding, joint_masks
 from .modeling_looped import (
     CACHE_NAME,
     LoopedCausalLM,
@@ -30,7 +31,6 @@ from .modeling_looped import (
     next_position_ids,
     one_cache,
     register_auto_classes,
-    slice_logits_to_keep,
 )
 
 GlobalKeyValues = list[tuple[torch.Tensor, torch.Tensor]]
@@ -150,8 +150,9 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         """
         Args (those of `LlamaModel`, and):
             num_loops: loops to run, more or fewer than `config.num_loops`; with an `AsymLoopCache`, its own number.
-            logits_to_keep: return only the last states (0 for all), or those at the given indices. With a windowed
-                model and an `AsymLoopCache` the decoder then visits only the positions that can influence them.
+            logits_to_keep: how many of the last states will be used (0 for all). With a windowed model and an
+                `AsymLoopCache` the decoder visits, and returns, only the positions that can influence them.
+            past_key_values: another name of `cache`, for Transformers before 5.24.
 
         Returns:
             The normalised states of shape `(batch, length, hidden_size)` after the last loop, and the cache.
@@ -166,10 +167,12 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
             position_ids = next_position_ids(inputs_embeds, cache)
 
         length = inputs_embeds.shape[1]
-        num_outputs = min(logits_to_keep, length) if isinstance(logits_to_keep, int) and logits_to_keep else length
+        num_outputs = logits_to_keep if isinstance(logits_to_keep, int) and 0 < logits_to_keep < length else length
         num_visited = cache.plan_decoding(length, num_outputs) if isinstance(cache, AsymLoopCache) else length
         # Masks come before a cache of our own: Transformers finds packed documents only where there is none.
-        encoder_mask, joint_mask = self._masks(inputs_embeds, attention_mask, position_ids, cache, num_visited)
+        encoder_mask, joint_mask = joint_masks(
+            self.config, inputs_embeds, attention_mask, position_ids, cache, num_visited
+        )
         if use_cache and cache is None:
             cache = AsymLoopCache(self.config, num_loops)
 
@@ -193,8 +196,8 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
                 use_cache=use_cache,
                 **kwargs,
             )
-        hidden_states = slice_logits_to_keep(hidden_states[:, -length:], logits_to_keep)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+        hidden_states = self.norm(hidden_states[:, -length:])
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_NAME: cache})
 
     def encode(
         self,
@@ -203,6 +206,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         cache: AsymLoopCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        **kwargs,
     ) -> AsymLoopCache:
         """
         Run the encoder alone: encode once, decode at any depth with `cache.fork(num_loops)`.
@@ -217,7 +221,9 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
             A cache whose global slots are filled and whose positions wait for the decoder.
 
         Raises:
-            `ValueError`: `cache` is not an `AsymLoopCache`, or was made for other layers.
+            `ValueError`: `cache` is not an `AsymLoopCache`, or was made for other layers; `position_ids` of packed
+                documents (encode them as a batch instead); the model is being trained with gradient checkpointing,
+                which fills no cache.
         """
         require(cache is None or isinstance(cache, AsymLoopCache), "cache", cache, "an `AsymLoopCache` or None")
         cache = AsymLoopCache(self.config) if cache is None else cache
@@ -225,8 +231,14 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         inputs_embeds = embed(self, input_ids, inputs_embeds)
         if position_ids is None:
             position_ids = next_position_ids(inputs_embeds, cache)
+        elif attention_mask is None and not (position_ids.diff() == 1).all():
+            raise ValueError("position_ids must rise by one: packed documents cannot share a cache, a batch can.")
+        check_padding(attention_mask, inputs_embeds, cache)
         encoder_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)
-        decoder_input, _, _ = self._encode(inputs_embeds, encoder_mask, position_ids, cache)
+        end = cache.get_seq_length() + inputs_embeds.shape[1]
+        decoder_input, _, _ = self._encode(inputs_embeds, encoder_mask, position_ids, cache, **kwargs)
+        if cache.get_seq_length() != end:
+            raise ValueError("Gradient checkpointing fills no cache: call `eval()` before `encode`.")
         cache.add_pending(decoder_input)
         return cache
 
@@ -260,7 +272,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
             # With a window of 1 a cache that grows as it is written to has no local slots.
             check_num_slots(cache, num_visits, *([num_global] if self.config.local_window == 1 else []))
             return num_loops
-        for field in ("num_encoder_layers", "num_decoder_layers", "local_window"):
+        for field in ("num_encoder_layers", "num_decoder_layers", "local_window", "num_key_value_heads", "head_dim"):
             made_for, value = getattr(cache.config, field), getattr(self.config, field)
             require(made_for == value, f"cache.config.{field}", made_for, f"{value}, as in the model")
         require(
@@ -268,69 +280,20 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         )
         return cache.num_loops
 
-    def _masks(
-        self,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
-        position_ids: torch.LongTensor,
-        cache: Cache | None,
-        num_visited: int,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The mask of the encoder, and that of the decoder's last `num_visited` positions over `[global ; local]`."""
-        full, local = self._split_by_layer_type(attention_mask)
-        encoder_mask = create_causal_mask(self.config, inputs_embeds, full, cache, position_ids)
-        spans = (cache, cache)
-        if isinstance(cache, AsymLoopCache):
-            spans = cache.mask_spans(inputs_embeds.shape[1], num_visited)
-        visited = inputs_embeds.new_empty((inputs_embeds.shape[0], num_visited, 0))
-
-        def source_masks(may_skip: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-            shared = {"position_ids": position_ids, "allow_is_causal_skip": may_skip}
-            global_mask = create_causal_mask(self.config, visited, full, spans[0], layer_idx=0, **shared)
-            if self.config.local_window == 1:
-                return global_mask, None if global_mask is None else self_only_mask(global_mask)
-            create_mask = create_causal_mask if self.config.local_window is None else create_sliding_window_causal_mask
-            first_local_slot = self.config.num_encoder_layers
-            return global_mask, create_mask(
-                self.config, visited, local, spans[1], layer_idx=first_local_slot, **shared
-            )
-
-        # Only a single position that sees every key of both sources can do without a mask.
-        masks = source_masks(may_skip=num_visited == 1)
-        if all(mask is None for mask in masks):
-            return encoder_mask, None
-        if any(mask is None for mask in masks):
-            masks = source_masks(may_skip=False)
-        return encoder_mask, torch.cat(masks, dim=-1)
-
-    def _split_by_layer_type(
-        self, attention_mask: torch.Tensor | dict[str, torch.Tensor] | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The masks that global and local KV start from; `generate` makes one of each for a static cache."""
-        windowed = self.config.local_window not in (None, 1)
-        if isinstance(attention_mask, dict):
-            return attention_mask["full_attention"], attention_mask[
-                "sliding_attention" if windowed else "full_attention"
-            ]
-        if windowed and attention_mask is not None and attention_mask.dim() == 4:
-            raise ValueError(
-                "attention_mask of 4 dimensions is not allowed with `local_window`: it must be a dictionary with one "
-                "mask for 'full_attention' and one for 'sliding_attention'."
-            )
-        return attention_mask, attention_mask
-
 
 class AsymLoopForCausalLM(LoopedCausalLM, AsymLoopPreTrainedModel, GenerationMixin):
-    _base_model_class = AsymLoopModel
-
     def encode(self, *args, **kwargs) -> AsymLoopCache:
         """Run the encoder alone: see [`AsymLoopModel.encode`]."""
         return self.model.encode(*args, **kwargs)
 
+    def _outputs_wanted(self, logits_to_keep: int | torch.Tensor) -> dict:
+        return {"logits_to_keep": logits_to_keep}
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """An `AsymLoopCache` is the default cache of `generate`."""
         is_default = generation_config.use_cache is not False and generation_config.cache_implementation is None
-        if model_kwargs.get(CACHE_NAME) is not None or not is_default:
+        given = model_kwargs.get("cache", model_kwargs.get(CACHE_NAME))
+        if given is not None or not is_default:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         model_kwargs[CACHE_NAME] = AsymLoopCache(self.config, model_kwargs.get("num_loops"))
         if generation_config.is_assistant:

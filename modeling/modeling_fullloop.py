@@ -26,7 +26,6 @@ from .modeling_looped import (
     next_position_ids,
     one_cache,
     register_auto_classes,
-    slice_logits_to_keep,
 )
 
 
@@ -82,14 +81,13 @@ class FullLoopModel(FullLoopPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         num_loops: int | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
         Args (those of `LlamaModel`, and):
             num_loops: loops to run, more or fewer than `config.num_loops`.
-            logits_to_keep: return only the last states (0 for all), or those at the given indices.
+            past_key_values: another name of `cache`, for Transformers before 5.24.
 
         Raises:
             `ValueError`: `num_loops` is not a positive integer, or the cache was made for other layers or loops.
@@ -122,12 +120,10 @@ class FullLoopModel(FullLoopPreTrainedModel):
                     **{CACHE_NAME: slots},
                     **kwargs,
                 )
-        hidden_states = self.norm(slice_logits_to_keep(hidden_states, logits_to_keep))
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_NAME: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
 
-class FullLoopForCausalLM(LoopedCausalLM, FullLoopPreTrainedModel, GenerationMixin):
-    _base_model_class = FullLoopModel
+class FullLoopForCausalLM(LoopedCausalLM, FullLoopPreTrainedModel, GenerationMixin): ...
 
 
 class FullLoopForSequenceClassification(GenericForSequenceClassification, FullLoopPreTrainedModel): ...

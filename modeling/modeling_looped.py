@@ -2,11 +2,14 @@
 
 import copy
 from dataclasses import fields
+from functools import wraps
 
 import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import AutoModel
@@ -30,9 +33,8 @@ CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutp
 
 def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
     """The cache under whichever of its two names it was passed."""
-    require(
-        cache is None or past_key_values is None, "past_key_values", past_key_values, "None where `cache` is given"
-    )
+    same = cache is None or past_key_values is None or cache is past_key_values
+    require(same, "past_key_values", past_key_values, "None, or the same, where `cache` is given")
     cache = past_key_values if cache is None else cache
     require(cache is None or isinstance(cache, Cache), "cache", cache, "a Transformers `Cache` or None")
     return cache
@@ -73,6 +75,9 @@ class LoopedPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config, *args, **kwargs):
         config.validate_architecture()
+        # Transformers' generic heads make their base model with `AutoModel.from_config`. From the files beside a
+        # checkpoint Transformers loads configuration and model apart, so the class to register is that of `config`.
+        AutoModel.register(type(config), self._base_model_class, exist_ok=True)
         super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
@@ -160,10 +165,10 @@ class LoopedCausalLM:
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             num_loops=num_loops,
-            logits_to_keep=logits_to_keep,
+            **self._outputs_wanted(logits_to_keep),
             **kwargs,
         )
-        logits = self.lm_head(outputs.last_hidden_state)
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -175,8 +180,31 @@ class LoopedCausalLM:
             **{CACHE_NAME: outputs.get(CACHE_NAME)},
         )
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _outputs_wanted(self, logits_to_keep: int | torch.Tensor) -> dict:
+        """What to tell the base model about the outputs that will be used."""
+        return {}
+
+    @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads the signature
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
+        """As in Transformers, which would read the prompt a second time where the cache holds all of it."""
+        if next_sequence_length is not None and next_sequence_length <= 0:
+            raise ValueError(
+                f"cache is not allowed: it holds all {input_ids.shape[1]} tokens of the prompt; it must leave at "
+                "least the last one to be read, as after `encode(input_ids[:, :-1])`."
+            )
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         """Have `generate(num_loops=...)` make a cache with a slot for each visit at that number of loops."""
+        args = (generation_mode, *args)
+        if "cache" in model_kwargs:  # under either name, in every version
+            model_kwargs[CACHE_NAME] = model_kwargs.pop("cache")
+        cache = model_kwargs.get(CACHE_NAME)
+        if cache is not None and cache.get_seq_length() > 0 and generation_mode == GenerationMode.ASSISTED_GENERATION:
+            raise ValueError(
+                f"cache of {cache.get_seq_length()} tokens is not allowed: it must be empty in assisted decoding, as "
+                "Transformers would read the prompt a second time."
+            )
         num_loops = model_kwargs.get("num_loops")
         if num_loops is None:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
@@ -191,11 +219,8 @@ class LoopedCausalLM:
 
 
 def register_auto_classes(pretrained_class: type, base_model_class: type, classes: dict[str, type]) -> None:
-    """
-    Have `save_pretrained` bundle the code of every class in `pretrained_class._auto_map`, and `AutoModel.from_config`,
-    with which Transformers' generic heads make their base model, find `base_model_class`.
-    """
-    AutoModel.register(pretrained_class.config_class, base_model_class, exist_ok=True)
+    """Have every class know its base model, and `save_pretrained` bundle its code."""
+    pretrained_class._base_model_class = base_model_class
     for auto_class, path in pretrained_class._auto_map.items():
         if auto_class != "AutoConfig":
             classes[path.split(".")[-1]].register_for_auto_class(auto_class)

@@ -61,7 +61,8 @@ def test_against_the_built_model(name):
 
 def test_the_windowed_cache_of_a_model_without_a_window_is_that_of_a_window_of_16():
     costs = budget(asymloop_config(), context=100)
-    assert costs.kv_bytes_per_token_windowed == budget(asymloop_config(local_window=16), context=100).kv_bytes_per_token
+    windowed = budget(asymloop_config(local_window=16), context=100)
+    assert costs.kv_bytes_per_token_windowed == windowed.kv_bytes_per_token
 
 
 def test_matched_models_differ_only_in_what_they_read_and_keep():
@@ -69,7 +70,7 @@ def test_matched_models_differ_only_in_what_they_read_and_keep():
     assert asymloop_costs.parameters == fullloop_costs.parameters
     assert asymloop_costs.effective_depth == fullloop_costs.effective_depth
     assert asymloop_costs.kv_bytes_per_token == fullloop_costs.kv_bytes_per_token
-    read_twice = 4 * 1024 * 768 * 15  # the 15 decoder visits read 1,024 local keys of width 768 besides the global ones
+    read_twice = 4 * 1024 * 768 * 15  # the 15 decoder visits read 1,024 local keys of width 768 too
     assert asymloop_costs.flops_per_token == fullloop_costs.flops_per_token + read_twice
 
 

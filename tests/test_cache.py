@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import asymloop, asymloop_config, tokens
+from conftest import asymloop, asymloop_config, fullloop, tokens
 from transformers import DynamicCache, StaticCache
 
 from asymloop_hf import AsymLoopCache
@@ -235,8 +235,17 @@ def test_logits_to_keep_without_a_cache(local_window):
     for use_cache in (False, True):
         kept = model(input_ids, logits_to_keep=3, use_cache=use_cache).logits
         torch.testing.assert_close(kept, expected[:, -3:], **TOLERANCE)
-    chosen = model(input_ids, logits_to_keep=torch.tensor([1, 5])).logits
-    torch.testing.assert_close(chosen, expected[:, [1, 5]], **TOLERANCE)
+    for choice, positions in ((torch.tensor([1, 5]), [1, 5]), (-2, range(2, 12)), (50, range(12))):
+        for cache in (None, AsymLoopCache(model.config)):
+            chosen = model(input_ids, logits_to_keep=choice, past_key_values=cache).logits
+            torch.testing.assert_close(chosen, expected[:, positions], **TOLERANCE)
+
+
+def test_hidden_states_are_whole_whatever_logits_are_kept():
+    for model in (asymloop(), fullloop()):
+        outputs = model(tokens(1, 7), logits_to_keep=1, output_hidden_states=True)
+        assert {states.shape[1] for states in outputs.hidden_states} == {7}
+        assert outputs.logits.shape[1] == 1
 
 
 # Cutting, copying and reordering
@@ -281,9 +290,56 @@ def test_crop_refuses_what_it_cannot_do():
     for wrong in (3, -31):
         with pytest.raises(ValueError, match=f"tokens_to_remove={wrong} is not allowed: it must be from -30 to 0"):
             cache.crop(wrong)
-    with pytest.raises(ValueError, match="at least -2: lazy prefill left no local KV before that"):
+    with pytest.raises(ValueError, match="at least -2: there is no local KV before that"):
         cache.crop(-3)
     assert cache.get_seq_length() == 30
+
+
+@torch.no_grad()
+def test_crop_of_a_full_window_is_refused_before_anything_is_cut():
+    model = asymloop(local_window=3)
+    input_ids = tokens(1, 24)
+    cache = AsymLoopCache(model.config)
+    model(input_ids[:, :20], past_key_values=cache)
+    with pytest.raises(
+        ValueError, match="tokens_to_remove=-2 .* the window has moved on; call `activate_past_recording"
+    ):
+        cache.crop(-2)
+    logits = model(input_ids[:, 20:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(input_ids).logits[:, 20:], **TOLERANCE)
+    model.encode(tokens(1, 5), cache=cache)
+    cache.crop(-5)  # pending positions have no local KV that could be missed
+    assert cache.get_seq_length() == 24
+
+
+@torch.no_grad()
+def test_crop_of_a_fork_stops_where_its_local_kv_would_be_missed():
+    model = asymloop(local_window=2, num_decoder_layers=1, num_loops=2)  # local KV reaches 2 positions back
+    input_ids = tokens(1, 28)
+    cache = AsymLoopCache(model.config)
+    model(input_ids[:, :20], past_key_values=cache)
+    model.encode(input_ids[:, 20:26], cache=cache)
+    fork = cache.fork()
+    with pytest.raises(ValueError, match="tokens_to_remove=-5 is not allowed: it must be at least -4"):
+        fork.crop(-5)
+    fork.crop(-4)
+    expected = model(input_ids[:, :24], use_cache=False).logits[:, 22:]
+    torch.testing.assert_close(model(input_ids[:, 22:24], past_key_values=fork).logits, expected, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_past_recording_outlives_fork_and_reset():
+    model = asymloop(local_window=3)
+    input_ids = tokens(1, 30)
+    cache = AsymLoopCache(model.config)
+    cache.activate_past_recording()
+    cache.reset()
+    model.encode(input_ids[:, :20], cache=cache)
+    fork = cache.fork()
+    model(input_ids[:, 20:27], past_key_values=fork, logits_to_keep=1)
+    fork.crop(-7)
+    expected = model(input_ids, use_cache=False).logits[:, 20:]
+    torch.testing.assert_close(model(input_ids[:, 20:], past_key_values=fork).logits, expected, **TOLERANCE)
 
 
 @torch.no_grad()
@@ -392,8 +448,8 @@ def test_both_names_of_the_cache_argument_work():
         cache = AsymLoopCache(model.config)
         model(input_ids, **{name: cache})
         assert cache.get_seq_length() == 5
-    with pytest.raises(ValueError, match="past_key_values=.* it must be None where `cache` is given"):
-        model(input_ids, cache=cache, past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values=.* it must be None, or the same, where `cache` is given"):
+        model(input_ids, cache=cache, past_key_values=AsymLoopCache(model.config))
 
 
 def test_a_window_needs_a_mask_for_each_kind_of_slot():
@@ -402,5 +458,40 @@ def test_a_window_needs_a_mask_for_each_kind_of_slot():
     with pytest.raises(ValueError, match="attention_mask of 4 dimensions .* one mask for 'full_attention'"):
         model(tokens(1, 5), attention_mask=mask)
     masks = {"full_attention": mask, "sliding_attention": mask & mask.new_ones(5, 5).triu(-2)}
-    logits = model(tokens(1, 5), attention_mask=masks).logits
-    torch.testing.assert_close(logits, model(tokens(1, 5)).logits, **TOLERANCE)
+    for attn_implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(attn_implementation)
+        logits = model(tokens(1, 5), attention_mask=masks).logits
+        torch.testing.assert_close(logits, model(tokens(1, 5)).logits, **TOLERANCE)
+    with pytest.raises(ValueError, match="attention_mask=.* a dictionary with .*_attention and .*_attention"):
+        model(tokens(1, 5), attention_mask={"full_attention": mask})
+
+
+@pytest.mark.parametrize("mask", [torch.ones(1, 1, 12, 12).tril().bool(), torch.ones(1, 4, 12, 12).tril().long()])
+def test_ready_masks_with_lazy_prefill(mask):
+    model, input_ids = asymloop(local_window=1), tokens(1, 12)
+    cache = AsymLoopCache(model.config)
+    logits = model(input_ids, attention_mask=mask, past_key_values=cache, logits_to_keep=2).logits
+    torch.testing.assert_close(logits, model(input_ids).logits[:, -2:], **TOLERANCE)
+
+
+def test_masks_of_another_size_are_refused():
+    model, input_ids = asymloop(), tokens(1, 12)
+    for shape in ((1, 13), (1, 11), (2, 12), (1, 1, 12)):
+        mask = torch.ones(shape, dtype=torch.long)
+        with pytest.raises(ValueError, match=r"attention_mask.shape=.* is not allowed: it must be \(1, 12\)"):
+            model(input_ids, attention_mask=mask)
+    cache = model.encode(input_ids[:, :8])
+    with pytest.raises(ValueError, match=r"attention_mask.shape\[-2\]=4 is not allowed: it must be 12"):
+        model(input_ids[:, 8:], attention_mask=torch.ones(1, 1, 4, 12).bool(), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"attention_mask.shape=\(1, 4\) is not allowed: it must be \(1, 5\)"):
+        model.encode(input_ids[:, :5], torch.ones(1, 4))
+
+
+def test_encode_refuses_what_it_would_get_wrong():
+    model, input_ids = asymloop(), tokens(1, 6)
+    with pytest.raises(ValueError, match="position_ids must rise by one: packed documents cannot share a cache"):
+        model.encode(input_ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="Gradient checkpointing fills no cache: call `eval\\(\\)` before `encode`"):
+        model.encode(input_ids)

@@ -2,6 +2,7 @@
 
 import pytest
 from conftest import asymloop_config, fullloop_config
+from transformers import LlamaConfig
 
 from asymloop_hf import AsymLoopConfig, AsymLoopForCausalLM, FullLoopConfig, FullLoopForCausalLM
 
@@ -98,6 +99,21 @@ def test_no_matched_full_loop_without_a_whole_number_of_loops():
         ("num_hidden_layers", 7),
         ("hidden_act", "sillu"),
         ("pad_token_id", 97),
+        ("pad_token_id", "0"),
+        ("local_window", "4"),
+        ("attention_dropout", "0.1"),
+        ("attention_dropout", None),
+        ("initializer_range", None),
+        ("initializer_range", float("inf")),
+        ("rms_norm_eps", "1e-5"),
+        ("tie_word_embeddings", "yes"),
+        ("global_kv_layers", [True, False]),
+        ("rope_parameters", "linear"),
+        ("layer_types", ["full_attention"]),
+        ("sliding_window", 3),
+        ("global_kv_map", [0, 0]),
+        ("backbone", "olmo"),
+        ("num_experts", 8),
     ],
 )
 def test_wrong_values_are_refused_by_name(field, value):
@@ -111,6 +127,28 @@ def test_wrong_values_are_refused_by_name(field, value):
 def test_full_loop_refuses_wrong_values_by_name(field, value):
     with pytest.raises(ValueError, match=f"^{field}={value!r} is not allowed: it must be "):
         fullloop_config(**{field: value})
+
+
+def test_an_unknown_kind_of_rotary_positions_is_refused():
+    with pytest.raises(ValueError, match=r"rope_parameters\['rope_type'\]='spiral' is not allowed"):
+        asymloop_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4})
+
+
+def test_derived_fields_are_accepted_where_they_agree():
+    config = asymloop_config(num_hidden_layers=8, sliding_window=None, layer_types=["full_attention"] * 8)
+    assert config.num_hidden_layers == 8
+
+
+def test_a_partner_shares_nothing_that_can_change():
+    config = asymloop_config()
+    config.matched_full_loop().rope_parameters["rope_theta"] = 5.0
+    assert config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_a_llama_folder_can_be_read_as_a_full_loop(tmp_path):
+    LlamaConfig(num_hidden_layers=3).save_pretrained(tmp_path)
+    config = FullLoopConfig.from_pretrained(tmp_path, num_layers=3, num_loops=1)
+    assert config.num_hidden_layers == 3
 
 
 def test_unknown_preset():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import asymloop, fullloop, tokens
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from asymloop_hf import AsymLoopCache
 from asymloop_hf.modeling.modeling_looped import CACHE_NAME
@@ -131,6 +131,20 @@ def test_a_conversation_goes_on_with_one_cache(local_window):
     conversation = torch.cat([first, turns[1]], 1)
     expected = generate(model, input_ids=conversation, use_cache=False)
     assert_same(generate(model, input_ids=conversation, **{CACHE_NAME: cache}), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_filled_cache_that_would_have_the_prompt_read_twice_is_refused(name):
+    model, input_ids = MODELS[name](), tokens(1, 6)
+    cache = DynamicCache()
+    model(input_ids, past_key_values=cache)
+    for cache_name in ("cache", "past_key_values"):
+        with pytest.raises(ValueError, match="cache is not allowed: it holds all 6 tokens of the prompt"):
+            model.generate(input_ids, **{cache_name: cache}, max_new_tokens=3)
+        with pytest.raises(
+            ValueError, match="cache of 6 tokens is not allowed: it must be empty in assisted decoding"
+        ):
+            model.generate(tokens(1, 9), **{cache_name: cache}, prompt_lookup_num_tokens=2, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("name", MODELS)

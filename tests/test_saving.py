@@ -31,15 +31,16 @@ HEADS = {
 }
 
 
-def run_without_the_package(code: str, cache_home: Path) -> str:
-    """Run Python code where `asymloop_hf` cannot be imported."""
+def run_without_the_package(code: str, folder: Path) -> str:
+    """Run Python code in `folder` where `asymloop_hf` cannot be imported, and return what it prints."""
     blocked = "import sys; sys.modules['asymloop_hf'] = None\n"
     result = subprocess.run(
         [sys.executable, "-c", blocked + code],
         capture_output=True,
         text=True,
-        env={"HF_HOME": str(cache_home), "HF_HUB_OFFLINE": "1", "PATH": "", "OMP_NUM_THREADS": "1"},
-        cwd=cache_home,
+        env={"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "PATH": "", "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -68,34 +69,35 @@ def test_every_head_is_registered(make_config, auto_class, tmp_path):
         assert torch.equal(weight, expected)
 
 
+@pytest.mark.parametrize("auto_class", HEADS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_files_beside_a_checkpoint_work_without_the_package(name, tmp_path):
-    checkpoint, second = tmp_path / "checkpoint", tmp_path / "second"
+def test_every_head_loads_without_the_package(name, auto_class, tmp_path):
+    MAKERS[name]().save_pretrained(tmp_path / "checkpoint")
+    code = f"""
+import torch, transformers
+model = transformers.{auto_class.__name__}.from_pretrained("checkpoint", trust_remote_code=True)
+model(torch.tensor({tokens(2, 7).tolist()}))
+print(type(model).__module__)
+"""
+    assert run_without_the_package(code, tmp_path).startswith("transformers_modules.")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_checkpoint_saved_again_without_the_package(name, tmp_path):
     model = MAKERS[name](num_loops=2)
-    model.save_pretrained(checkpoint)
-    expected = model.generate(tokens(2, 7), max_new_tokens=5, do_sample=False)
+    model.save_pretrained(tmp_path / "first")
     code = """
 import torch, transformers
-path, second, input_ids = {path!r}, {second!r}, torch.tensor({input_ids})
-for auto_class in ("AutoModelForCausalLM", "AutoModel", "AutoModelForSequenceClassification",
-                   "AutoModelForTokenClassification", "AutoModelForQuestionAnswering"):
-    model = getattr(transformers, auto_class).from_pretrained(path, trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules."), type(model)
-    model(input_ids)
-model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
-print(model.generate(input_ids, max_new_tokens=5, do_sample=False).tolist())
-model.save_pretrained(second)
+model = transformers.AutoModelForCausalLM.from_pretrained("{first}", trust_remote_code=True).eval()
+print(model.generate(torch.tensor({input_ids}), max_new_tokens=5, do_sample=False).tolist())
+model.save_pretrained("{second}")
 """
-    input_ids = tokens(2, 7).tolist()
-    for path, next_path in ((checkpoint, second), (second, tmp_path / "third")):
-        home = tmp_path / f"home-{path.name}"
-        home.mkdir()
-        printed = run_without_the_package(
-            code.format(path=str(path), second=str(next_path), input_ids=input_ids), home
-        )
-        assert json.loads(printed.splitlines()[-1]) == expected.tolist()
-    bundled = {file.name: file.read_text() for file in second.glob("*.py")}
-    assert bundled == {file.name: file.read_text() for file in checkpoint.glob("*.py")}
+    expected = model.generate(tokens(2, 7), max_new_tokens=5, do_sample=False)
+    for first, second in (("first", "second"), ("second", "third")):
+        code_here = code.format(first=first, second=second, input_ids=tokens(2, 7).tolist())
+        assert json.loads(run_without_the_package(code_here, tmp_path).splitlines()[-1]) == expected.tolist()
+    bundled = {file.name: file.read_text() for file in (tmp_path / "first").glob("*.py")}
+    assert bundled == {file.name: file.read_text() for file in (tmp_path / "third").glob("*.py")}
     assert f"modeling_{name}.py" in bundled
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "third")
     assert type(loaded) is type(model)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -52,7 +53,7 @@ def budget(config: AsymLoopConfig | FullLoopConfig, context: int | None = None, 
         `ValueError`: `context` is not positive, or the model is of another kind.
     """
     context = config.max_position_embeddings if context is None else context
-    if context < 1:
+    if not isinstance(context, int) or context < 1:
         raise ValueError(f"context={context} is not allowed: it must be a positive integer.")
     if not isinstance(config, (AsymLoopConfig, FullLoopConfig)):
         raise ValueError(f"model_type={config.model_type!r} is not allowed: it must be 'asymloop' or 'fullloop'.")
@@ -94,7 +95,7 @@ def _linear_flops(module: nn.Module) -> int:
 
 
 def _attended_keys(config: AsymLoopConfig | FullLoopConfig, context: int) -> int:
-    """The keys that the last of `context` tokens reads in all its visits: once each, in the decoder global and local."""
+    """The keys that the last of `context` tokens reads in all its visits, in the decoder global and local ones."""
     if isinstance(config, FullLoopConfig):
         return config.num_hidden_layers * context
     decoder_visits = config.num_loops * config.num_decoder_layers
@@ -133,7 +134,7 @@ def load_config(name: str) -> AsymLoopConfig | FullLoopConfig:
     except OSError as error:
         presets = ", ".join(PRESETS)
         raise FileNotFoundError(
-            f"{name!r} is neither a preset ({presets}) nor a folder or hub name with a config.json."
+            f"{name!r} is neither a preset ({presets}) nor a folder or hub name with a readable config.json: {error}"
         ) from error
     return config
 
@@ -142,10 +143,8 @@ def matched_budgets(config: AsymLoopConfig | FullLoopConfig, context: int | None
     """The budget of a model and, where there is one, that of its matched Full Loop, by model type."""
     budgets = {config.model_type: budget(config, context)}
     if isinstance(config, AsymLoopConfig):
-        try:
+        with suppress(ValueError):  # no whole number of loops matches
             budgets[FullLoopConfig.model_type] = budget(config.matched_full_loop(), context)
-        except ValueError:
-            pass
     return budgets
 
 

@@ -6,7 +6,7 @@ import sys
 from . import budget, demo
 
 COMMANDS = (demo, budget)
-USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError)
+USER_ERRORS = (ValueError, OSError)
 
 
 def main(argv=None) -> int:
@@ -25,7 +25,7 @@ def main(argv=None) -> int:
         print(f"asymloop: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as interrupt:
-        print(f"\nasymloop: interrupted; {interrupt or 'nothing was kept'}", file=sys.stderr)
+        print(f"\nasymloop: interrupted; {str(interrupt) or 'nothing was kept'}", file=sys.stderr)
         return 130
     return 0
 

@@ -215,7 +215,7 @@ def _open(name: str, streaming: bool | None) -> Dataset | IterableDataset:
 
 
 def _open_files(path: Path, streaming: bool) -> Dataset | IterableDataset:
-    files = [path] if path.is_file() else sorted(path.rglob("[!.]*"))
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not _is_hidden(file, path))
     files = [file for file in files if file.is_file() and file.stat().st_size > 0]
     if not files:
         raise ValueError(f"name={str(path)!r} is an empty corpus: it has no file with content")
@@ -247,6 +247,10 @@ def _open_files(path: Path, streaming: bool) -> Dataset | IterableDataset:
         )
     except (DatasetGenerationError, ValueError) as error:
         raise ValueError(f"name={str(path)!r} cannot be read as {file_format}: {error.__cause__ or error}") from error
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _check_utf8(file: Path) -> None:
@@ -306,7 +310,8 @@ def _split_by_hash(documents: Dataset, held_out: float | int, seed: int) -> Data
     if isinstance(held_out, int):
         chosen = set(sorted(row_of)[:held_out])
     else:
-        chosen = {value for value in row_of if value < held_out * 2**128}
+        # At least one, so that a small corpus can be used too.
+        chosen = {value for value in row_of if value < held_out * 2**128} or set(sorted(row_of)[:1])
     return DatasetDict(
         train=documents.select([row for value, row in row_of.items() if value not in chosen]),
         held_out=documents.select([row for value, row in row_of.items() if value in chosen]),

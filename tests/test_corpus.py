@@ -251,6 +251,27 @@ def test_paragraphs_of_a_text_file_are_documents(tmp_path):
     assert {text.strip() for split in corpus.values() for text in split["text"]} == set(TEXTS)
 
 
+def test_a_small_corpus_holds_out_one_text(tmp_path):
+    path = tmp_path / "small.jsonl"
+    path.write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(5)), encoding="utf-8")
+    corpus = load_corpus(str(path))
+    assert {split: len(rows) for split, rows in corpus.items()} == {"train": 4, "held_out": 1}
+
+
+def test_hidden_folders_and_byte_order_marks_are_not_text(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config.cfg").write_text("no text", encoding="utf-8")
+    (tmp_path / "a.txt").write_text("first", encoding="utf-8-sig")
+    (tmp_path / "b.txt").write_text("second", encoding="utf-8")
+    corpus = load_corpus(str(tmp_path))
+    assert sorted(corpus["train"]["text"][:] + corpus["held_out"]["text"][:]) == ["first", "second"]
+
+
+def test_a_name_must_be_a_string():
+    with pytest.raises(ValueError, match="name=None is not allowed; it must be a string"):
+        load_corpus(None)
+
+
 def test_parquet_and_json_files(tmp_path):
     Dataset.from_dict({"text": TEXTS}).to_parquet(tmp_path / "a.parquet")
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
@@ -262,8 +283,8 @@ def test_parquet_and_json_files(tmp_path):
     "files, name, options, message",
     [
         ({}, "", {}, "is an empty corpus: it has no file with content"),
-        ({"a.txt": " \n"}, "", {}, "leaves no document for 'train'"),
-        ({"a.jsonl": '{"text": "one"}\n'}, "a.jsonl", {}, "leaves no document for 'held_out'"),
+        ({"a.txt": " \n"}, "", {}, "the corpus is empty: every document is blank"),
+        ({"a.jsonl": '{"text": "one"}\n'}, "a.jsonl", {}, "leaves no document for 'train'"),
         ({"a.jsonl": '{"text": "one"}\n'}, "a.jsonl", {"held_out": 1}, "held_out=1 leaves no document for 'train'"),
         ({"a.jsonl": ""}, "a.jsonl", {}, "is an empty corpus: it has no file with content"),
         ({"a.jsonl": '{"text": "one"}\n{"te'}, "a.jsonl", {}, "a.jsonl' cannot be read"),

@@ -158,3 +158,17 @@ def test_steps_fit_the_time():
     assert demo.choose_steps(600, seconds, size) > 2 * steps
     with pytest.raises(ValueError, match="the 10 seconds left .* allow more minutes"):
         demo.choose_steps(10, seconds, size)
+
+
+def test_a_demo_that_has_no_time_can_be_repeated(tmp_path, capsys):
+    output = tmp_path / "run"
+    for _ in range(2):
+        assert demo_command(output, "--minutes", "0.0001") == 2
+        assert "minutes: collecting the text took all of them" in capsys.readouterr().err
+        assert list(output.iterdir()) == []
+
+
+def test_an_output_below_a_file(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
+    assert demo_command(tmp_path / "file" / "run") == 2
+    assert "asymloop: error: " in capsys.readouterr().err

@@ -118,7 +118,6 @@ def test_generate_with_other_numbers_of_loops(checkpoint):
         (b'{"prompt": "a"}', "completion=None must be a text"),
         (b'{"prompt": "a", "completion": ""}', "completion='' must be a text"),
         (b'{"prompt": 3, "completion": "b"}', "prompt=3 must be a text"),
-        (b"", "not a JSON object in UTF-8"),
     ],
 )
 def test_finetune_names_the_bad_line(tmp_path, line, problem):

@@ -24,6 +24,8 @@ MIN_CHARACTERS = 300
 HELD_OUT_SHARE = 0.02
 HELD_OUT_DOCUMENTS = 1000  # of a stream, whose length is unknown
 
+ALL_BLANK = "the corpus is empty: every document is blank"
+
 FILE_FORMATS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 HUB_NAME = re.compile(r"(?P<path>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?")
 
@@ -70,6 +72,8 @@ def load_corpus(
         ValueError: a wrong `held_out`; a file that is not UTF-8, cannot be parsed or has an unknown extension; no such
             `text_column`; no documents at all, or too few to leave some on both sides.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"name={name!r} is not allowed; it must be a string")
     documents = _open(name, streaming)
     if held_out is None:
         held_out = HELD_OUT_DOCUMENTS if isinstance(documents, IterableDataset) else HELD_OUT_SHARE
@@ -233,7 +237,7 @@ def _open_files(path: Path, streaming: bool) -> Dataset | IterableDataset:
     (file_format,) = formats
     options = {}
     if file_format == "text":
-        options["sample_by"] = "paragraph" if path.is_file() else "document"
+        options |= {"sample_by": "paragraph" if path.is_file() else "document", "encoding": "utf-8-sig"}
     if file_format != "parquet":
         for file in files:
             _check_utf8(file)
@@ -299,6 +303,8 @@ def _only_text(documents: Dataset | IterableDataset, text_column: str, name: str
 
 
 def _is_blank(text: str | None) -> bool:
+    if not isinstance(text, str | None):
+        raise ValueError(f"a document is {text!r}; every one must be a string or null")
     return text is None or not text.strip()
 
 
@@ -307,6 +313,8 @@ def _split_by_hash(documents: Dataset, held_out: float | int, seed: int) -> Data
     for row, text in enumerate(documents["text"]):
         if not _is_blank(text):
             row_of.setdefault(_hash(text, seed), row)
+    if not row_of:
+        raise ValueError(ALL_BLANK)
     if isinstance(held_out, int):
         chosen = set(sorted(row_of)[:held_out])
     else:
@@ -327,6 +335,8 @@ def _hash(text: str, seed: int) -> int:
 def _split_stream(documents: IterableDataset, held_out: int) -> dict[str, Dataset | IterableDataset]:
     documents = documents.filter(_is_not_blank, input_columns="text")
     texts = list(dict.fromkeys(row["text"] for row in documents.take(held_out)))
+    if not texts:
+        raise ValueError(ALL_BLANK)
     train = documents.filter(_is_not_in, input_columns="text", fn_kwargs={"texts": frozenset(texts)})
     return {"train": train, "held_out": Dataset.from_dict({"text": texts})}
 

@@ -53,6 +53,10 @@ def run_demo(output="demo-run", size="small", minutes=6.0, steps=None, seed=0, c
         return run_stages(run, SIZES[size], deadline, steps, seed, corpus)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(run.kept()) from None
+    except ValueError:
+        if not run.results["models"]:  # nothing worth keeping, and the same command must work again
+            run.discard()
+        raise
 
 
 def check_settings(size, minutes, steps, seed):
@@ -75,6 +79,9 @@ def run_stages(run, size, deadline, steps, seed, corpus) -> dict:
         questions = make_continuations(texts["held_out"]["text"], QUESTIONS, seed=seed)
         results["documents"] = {split: len(documents) for split, documents in texts.items()}
         print(f"{len(texts['train']):,} documents to train on, {len(texts['held_out']):,} held out")
+
+    if steps is None and time.monotonic() > deadline:
+        raise ValueError("minutes: collecting the text took all of them; allow more minutes, or set steps")
 
     with run.stage("tokenizer") as results:
         tokenizer = train_tokenizer(texts["train"]["text"], size.vocab_size)

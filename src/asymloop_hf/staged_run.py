@@ -60,6 +60,10 @@ class StagedRun:
             else:
                 partial.unlink(missing_ok=True)
 
+    def discard(self) -> None:
+        """Leave the folder as it was before the run: empty."""
+        (self.folder / RESULTS).unlink(missing_ok=True)
+
     def kept(self) -> str:
         """One sentence on what the folder holds."""
         if not self.results["stages_done"]:

@@ -81,6 +81,7 @@ def run(steps: int, rate: float) -> None:
             (0.3, "none"),
             (0.02, "embedding"),
             (0.02, "none"),
+            (0.6, "embedding"),
             (1.0, "embedding"),
         ):
             config = make(AsymLoopConfig(**sizes, embedding_initializer_range=std, input_injection=injection))

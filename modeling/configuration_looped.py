@@ -35,7 +35,7 @@ class LoopedConfig(PreTrainedConfig):
         initializer_range (`float`, *optional*, defaults to 0.02):
             Standard deviation of the weight matrices at initialisation.
         embedding_initializer_range (`float`, *optional*):
-            Standard deviation of the token embeddings at initialisation. `None` stands for 0.3, or for
+            Standard deviation of the token embeddings at initialisation. `None` stands for 1.0, or for
             `initializer_range` where the head shares the embeddings: see `docs/architecture.md`.
 
     Raises:

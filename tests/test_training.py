@@ -112,7 +112,7 @@ def test_attention_dropout_acts_in_training_only():
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, 0.3),
+        ({}, 1.0),
         ({"embedding_initializer_range": 0.1}, 0.1),
         ({"tie_word_embeddings": True}, 0.02),
         ({"tie_word_embeddings": True, "embedding_initializer_range": 0.05}, 0.05),

@@ -193,7 +193,7 @@ class AsymLoopCache(Cache):
             self._first_exact_position = self.get_seq_length() + length - num_outputs
         return reach + num_outputs
 
-    def mask_spans(self, length: int, num_visited: int) -> tuple["MaskSpan", "MaskSpan"]:
+    def mask_spans(self, length: int, num_visited: int) -> tuple[MaskSpan, MaskSpan]:
         """The global and the local key/values that the last `num_visited` positions see once `length` are added."""
         end = self.get_seq_length() + length
         local_length = self._local_layers[0].get_mask_sizes(num_visited)[0]

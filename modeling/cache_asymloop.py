@@ -182,29 +182,34 @@ class AsymLoopCache(Cache):
         """
         How many positions the decoder must visit when `length` new ones come: they and the pending ones, or, where
         `local_window` bounds how far local attention reaches, only the last of them that can influence the last
-        `num_outputs` outputs or a later position (lazy prefill). Local KV from before skipped positions is dropped.
+        `num_outputs` outputs or a later position (lazy prefill). Nothing is changed yet.
         """
-        num_visited = self.num_pending + length
         reach = self._local_reach()
-        if reach is None or self._records_past or num_visited <= reach + num_outputs:
-            return num_visited
-        if reach > 0:
-            self.layers[self.config.num_encoder_layers :] = self._new_local_layers()
-            self._first_exact_position = self.get_seq_length() + length - num_outputs
-        return reach + num_outputs
+        if reach is None or self._records_past:
+            return self.num_pending + length
+        return min(self.num_pending + length, reach + num_outputs)
 
     def mask_spans(self, length: int, num_visited: int) -> tuple[MaskSpan, MaskSpan]:
         """The global and the local key/values that the last `num_visited` positions see once `length` are added."""
         end = self.get_seq_length() + length
-        local_length = self._local_layers[0].get_mask_sizes(num_visited)[0]
+        skips = num_visited < self.num_pending + length
+        local_length = num_visited if skips else self._local_layers[0].get_mask_sizes(num_visited)[0]
         return MaskSpan(end - num_visited, end, 0), MaskSpan(end - num_visited, local_length, end - local_length)
 
-    def take_pending(self, new: DecoderInput) -> DecoderInput:
-        """The decoder's input at the pending positions, which are visited from now on, and at the new ones."""
-        if self.pending is None:
-            return new
-        decoder_input, self.pending = self.pending.append(new), None
-        return decoder_input
+    def take_decoder_input(self, new: DecoderInput, num_visited: int, num_outputs: int) -> DecoderInput:
+        """
+        The decoder's input at the last `num_visited` of the pending and the new positions; none is pending any more.
+        Where earlier ones are skipped, the local KV from before them is dropped.
+        """
+        decoder_input = self._with_pending(new)
+        if num_visited < len(decoder_input) and self._local_reach() > 0:
+            self.layers[self.config.num_encoder_layers :] = self._new_local_layers()
+            self._first_exact_position = self.get_seq_length() - num_outputs
+        self.pending = None
+        return decoder_input if num_visited == len(decoder_input) else decoder_input.last(num_visited)
+
+    def _with_pending(self, new: DecoderInput) -> DecoderInput:
+        return new if self.pending is None else self.pending.append(new)
 
     def _local_reach(self) -> int | None:
         """How many positions back the local KV of all visits together can carry anything; `None` if without limit."""
@@ -218,7 +223,7 @@ class AsymLoopCache(Cache):
     def add_pending(self, new: DecoderInput) -> None:
         """Keep the decoder's input at positions that are encoded only."""
         new = DecoderInput(new.states, new.inputs_embeds, new.position_ids.expand(new.states.shape[0], -1))
-        self.pending = self.take_pending(new)
+        self.pending = self._with_pending(new)
 
     def fork(self, num_loops: int | None = None, local_kv: str | None = None) -> "AsymLoopCache":
         """
@@ -271,27 +276,38 @@ class AsymLoopCache(Cache):
                 would need from there on was not kept; the cache is left as it was.
         """
         length = self.get_seq_length()
-        require(-length <= tokens_to_remove <= 0, "tokens_to_remove", tokens_to_remove, f"from {-length} to 0")
-        remaining = length + tokens_to_remove
+        is_int = isinstance(tokens_to_remove, int)
         require(
-            remaining >= self._first_exact_position or remaining == 0,
+            is_int and -length <= tokens_to_remove <= 0, "tokens_to_remove", tokens_to_remove, f"from {-length} to 0"
+        )
+        remaining = length + tokens_to_remove
+        if remaining == 0:
+            return self.reset()
+        local_tokens = min(0, tokens_to_remove + self.num_pending)
+        layers = [layer for layer in self._local_layers if layer.is_initialized and layer.get_seq_length() > 0]
+        if local_tokens < 0:
+            kept = all(self._can_crop(layer, local_tokens) for layer in layers)
+            require(kept, "tokens_to_remove", tokens_to_remove, f"0: the window has moved on; {KEEP_PAST}")
+        require(
+            remaining >= self._first_exact_position,
             "tokens_to_remove",
             tokens_to_remove,
             f"at least {self._first_exact_position - length}: there is no local KV before that; {KEEP_PAST}",
         )
-        local_tokens = min(0, tokens_to_remove + self.num_pending)
-        rolls_back = [layer for layer in self._local_layers if layer.is_initialized and layer.get_seq_length() > 0]
-        if local_tokens < 0 and not self._records_past and self.config.local_window not in (None, 1):
-            kept = all(layer.get_seq_length() < self.config.local_window for layer in rolls_back)
-            require(kept, "tokens_to_remove", tokens_to_remove, f"0: the window has moved on; {KEEP_PAST}")
         for layer in self._global_layers:
             layer.crop(tokens_to_remove)
         if local_tokens < 0 or self._records_past:
-            for layer in rolls_back:
+            for layer in layers:
                 layer.crop(local_tokens)
         if self.pending is not None:
             kept = self.num_pending + tokens_to_remove
             self.pending = self.pending.map(lambda tensor: tensor[:, :kept]) if kept > 0 else None
+
+    def _can_crop(self, layer: CacheLayerMixin, local_tokens: int) -> bool:
+        """Whether a local slot still has what the window needs once the last `-local_tokens` positions are gone."""
+        window, length = self.config.local_window, layer.get_seq_length()
+        needed = length + local_tokens if window is None else min(window - 1, length + local_tokens)
+        return layer.keys.shape[-2] + local_tokens >= needed
 
     def _map_pending(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.pending is not None:

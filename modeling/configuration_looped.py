@@ -81,10 +81,8 @@ class LoopedConfig(PreTrainedConfig):
             if name in kwargs:
                 value, derived = kwargs.pop(name), getattr(self, name)
                 require(value == derived, name, value, f"{derived!r}, which follows from the other fields")
-        for name, only in (("backbone", "llama"), ("num_experts", 0)):
-            value = kwargs.pop(name, only)
-            require(value == only, name, value, f"{only!r}, the only one that there is so far")
         super().__post_init__(**kwargs)
+        self._check_what_is_to_come()
         rope_type, allowed = self.rope_parameters.get("rope_type"), ("default", *ROPE_INIT_FUNCTIONS)
         require(rope_type in allowed, "rope_parameters['rope_type']", rope_type, f"one of {allowed}")
 
@@ -118,6 +116,11 @@ class LoopedConfig(PreTrainedConfig):
         for field in positive:
             require(is_positive_int(getattr(self, field)), field, getattr(self, field), "a positive integer")
 
+    def _check_what_is_to_come(self) -> None:
+        for name, only in (("backbone", "llama"), ("num_experts", 0)):
+            value = getattr(self, name, only)
+            require(value == only, name, value, f"{only!r}, the only one that there is so far")
+
     def _check_numbers(self) -> None:
         dropout = self.attention_dropout
         require(is_number(dropout) and 0 <= dropout < 1, "attention_dropout", dropout, "at least 0 and below 1")
@@ -137,6 +140,7 @@ class LoopedConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Check every field; called when the configuration is made and again when a model is made from it."""
         self._check_sizes()
+        self._check_what_is_to_come()
         require(
             is_positive_int(self.head_dim) and self.head_dim % 2 == 0,
             "head_dim",

@@ -7,6 +7,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from .cache_asymloop import AsymLoopCache
 from .configuration_asymloop import AsymLoopConfig
 from .configuration_looped import require
+from .modeling_looped import cache_is_static, check_padding
 
 Mask = torch.Tensor | None
 
@@ -62,14 +63,6 @@ def joint_masks(
     return encoder_mask, torch.cat(masks, dim=-1)
 
 
-def check_padding(attention_mask: Mask, inputs_embeds: torch.Tensor, cache: Cache | None) -> None:
-    """Raise a `ValueError` if a padding mask does not have one column for each cached and each new position."""
-    if attention_mask is not None and (cache is None or isinstance(cache, AsymLoopCache)):
-        past = cache.get_seq_length() if cache is not None else 0
-        shape = (inputs_embeds.shape[0], past + inputs_embeds.shape[1])
-        require(tuple(attention_mask.shape) == shape, "attention_mask.shape", tuple(attention_mask.shape), str(shape))
-
-
 def self_only_mask(global_mask: torch.Tensor) -> torch.Tensor:
     """
     The local mask of a window of 1: every position sees itself only.
@@ -109,8 +102,11 @@ def _checked(
     config: AsymLoopConfig, mask: Mask, inputs_embeds: torch.Tensor, cache: Cache | None, num_visited: int
 ) -> Mask:
     """A mask of an allowed shape; a ready one in the kind that the attention implementation adds or applies."""
-    if mask is None or mask.dim() != 4:
-        check_padding(mask, inputs_embeds, cache)
+    if mask is None:
+        return None
+    if mask.dim() != 4:
+        if not cache_is_static(cache):
+            check_padding(mask, inputs_embeds, cache)
         return mask
     rows = mask.shape[-2]
     require(rows >= num_visited, "attention_mask.shape[-2]", rows, f"{num_visited}, the positions that are visited")

@@ -21,12 +21,14 @@ from .cache_asymloop import AsymLoopCache, DecoderInput
 from .configuration_asymloop import AsymLoopConfig
 from .configuration_looped import is_positive_int, require
 from .joint_attention import JointKeyValues, KeyValueRecorder
-from .joint_mask import check_padding, joint_masks
+from .joint_mask import joint_masks
 from .modeling_looped import (
     CACHE_NAME,
     LoopedCausalLM,
     LoopedPreTrainedModel,
     check_num_slots,
+    check_padding,
+    check_position_ids,
     embed,
     next_position_ids,
     one_cache,
@@ -165,6 +167,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         inputs_embeds = embed(self, input_ids, inputs_embeds)
         if position_ids is None:
             position_ids = next_position_ids(inputs_embeds, cache)
+        check_position_ids(position_ids, inputs_embeds)
 
         length = inputs_embeds.shape[1]
         num_outputs = logits_to_keep if isinstance(logits_to_keep, int) and 0 < logits_to_keep < length else length
@@ -180,7 +183,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
             inputs_embeds, encoder_mask, position_ids, cache, use_cache=use_cache, **kwargs
         )
         if isinstance(cache, AsymLoopCache):
-            decoder_input = cache.take_pending(decoder_input).last(num_visited)
+            decoder_input = cache.take_decoder_input(decoder_input, num_visited, num_outputs)
         if decoder_input.position_ids is not position_ids:
             position_embeddings = self.rotary_emb(decoder_input.states, decoder_input.position_ids)
 
@@ -206,6 +209,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         cache: AsymLoopCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        past_key_values: AsymLoopCache | None = None,
         **kwargs,
     ) -> AsymLoopCache:
         """
@@ -215,7 +219,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
             input_ids, inputs_embeds: tokens of shape `(batch, length)`, or their embeddings.
             attention_mask: padding of shape `(batch, past + length)`, 1 where there is a token.
             position_ids: rotary positions, by default those that follow the cache.
-            cache: a cache to append to; a new one by default.
+            cache, past_key_values: a cache to append to; a new one by default.
 
         Returns:
             A cache whose global slots are filled and whose positions wait for the decoder.
@@ -225,7 +229,12 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
                 documents (encode them as a batch instead); the model is being trained with gradient checkpointing,
                 which fills no cache.
         """
+        cache = one_cache(cache, past_key_values)
         require(cache is None or isinstance(cache, AsymLoopCache), "cache", cache, "an `AsymLoopCache` or None")
+        num_loops = kwargs.pop("num_loops", None)
+        require(
+            num_loops is None, "num_loops", num_loops, "left to `fork`: what is encoded serves any number of loops"
+        )
         cache = AsymLoopCache(self.config) if cache is None else cache
         self._check_loops(None, cache)
         inputs_embeds = embed(self, input_ids, inputs_embeds)
@@ -233,6 +242,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
             position_ids = next_position_ids(inputs_embeds, cache)
         elif attention_mask is None and not (position_ids.diff() == 1).all():
             raise ValueError("position_ids must rise by one: packed documents cannot share a cache, a batch can.")
+        check_position_ids(position_ids, inputs_embeds)
         check_padding(attention_mask, inputs_embeds, cache)
         encoder_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)
         end = cache.get_seq_length() + inputs_embeds.shape[1]

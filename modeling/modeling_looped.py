@@ -54,6 +54,28 @@ def check_num_slots(cache: Cache | None, *allowed: int) -> None:
     require(num_slots in (0, *allowed), "cache", cache, f"made for {counts} visits (it has {num_slots} slots)")
 
 
+def cache_is_static(cache: Cache | None) -> bool:
+    """Whether the length of `cache` is a tensor, which a check would have to wait for."""
+    return cache is not None and cache.is_compileable
+
+
+def check_padding(attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, cache: Cache | None) -> None:
+    """Raise a `ValueError` if a padding mask does not have one column for each cached and each new position."""
+    if attention_mask is not None:
+        past = cache.get_seq_length() if cache is not None else 0
+        shape = (inputs_embeds.shape[0], past + inputs_embeds.shape[1])
+        require(tuple(attention_mask.shape) == shape, "attention_mask.shape", tuple(attention_mask.shape), str(shape))
+
+
+def check_position_ids(position_ids: torch.LongTensor, inputs_embeds: torch.Tensor) -> None:
+    """Raise a `ValueError` if there is not one position for each token."""
+    batch, length = inputs_embeds.shape[:2]
+    shape = tuple(position_ids.shape)
+    require(
+        shape in ((1, length), (batch, length)), "position_ids.shape", shape, f"{(batch, length)} or {(1, length)}"
+    )
+
+
 def next_position_ids(inputs_embeds: torch.Tensor, cache: Cache | None) -> torch.LongTensor:
     """Positions of shape `(1, length)` that go on where the cache ends."""
     past = cache.get_seq_length() if cache is not None else 0
@@ -183,6 +205,10 @@ class LoopedCausalLM:
     def _outputs_wanted(self, logits_to_keep: int | torch.Tensor) -> dict:
         """What to tell the base model about the outputs that will be used."""
         return {}
+
+    def generate_batch(self, *args, **kwargs):
+        """Continuous batching is not supported: its cache has no slots for the visits of a loop."""
+        raise ValueError("cache_implementation='paged' is not allowed: continuous batching is not supported.")
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads the signature
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):

@@ -290,9 +290,16 @@ def test_crop_refuses_what_it_cannot_do():
     for wrong in (3, -31):
         with pytest.raises(ValueError, match=f"tokens_to_remove={wrong} is not allowed: it must be from -30 to 0"):
             cache.crop(wrong)
-    with pytest.raises(ValueError, match="at least -2: there is no local KV before that"):
+    with pytest.raises(ValueError, match="tokens_to_remove=-3 is not allowed: it must be 0: the window has moved on"):
         cache.crop(-3)
     assert cache.get_seq_length() == 30
+    cache.activate_past_recording()
+    model(tokens(1, 6, seed=1), past_key_values=cache)
+    with pytest.raises(ValueError, match="tokens_to_remove=-7 .* the window has moved on"):
+        cache.crop(-7)
+    cache.crop(-6)
+    cache.crop(-30)
+    assert cache.get_seq_length() == 0
 
 
 @torch.no_grad()
@@ -310,6 +317,33 @@ def test_crop_of_a_full_window_is_refused_before_anything_is_cut():
     model.encode(tokens(1, 5), cache=cache)
     cache.crop(-5)  # pending positions have no local KV that could be missed
     assert cache.get_seq_length() == 24
+
+
+@torch.no_grad()
+def test_crop_with_recording_cuts_what_was_recorded_since_the_last_crop():
+    model = asymloop(local_window=4)
+    input_ids = tokens(1, 16)
+    cache = AsymLoopCache(model.config)
+    cache.activate_past_recording()
+    model(input_ids[:, :12], past_key_values=cache)
+    cache.crop(-1)
+    with pytest.raises(ValueError, match="tokens_to_remove=-1 .* the window has moved on"):
+        cache.crop(-1)
+    logits = model(input_ids[:, 11:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(input_ids).logits[:, 11:], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_refused_forward_leaves_the_cache_as_it_was():
+    model = asymloop(local_window=4)
+    input_ids = tokens(1, 25)
+    cache = AsymLoopCache(model.config)
+    model(input_ids[:, :5], past_key_values=cache)
+    for wrong in ({"attention_mask": torch.ones(1, 3)}, {"position_ids": torch.arange(3)[None]}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}.shape=\\(1, 3\\) is not allowed: it must be"):
+            model(input_ids[:, 5:], past_key_values=cache, logits_to_keep=1, **wrong)
+    logits = model(input_ids[:, 5:9], past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(input_ids[:, :9]).logits[:, 5:], **TOLERANCE)
 
 
 @torch.no_grad()
@@ -487,8 +521,18 @@ def test_masks_of_another_size_are_refused():
         model.encode(input_ids[:, :5], torch.ones(1, 4))
 
 
+def test_encode_takes_both_names_of_the_cache():
+    model, input_ids = asymloop(), tokens(1, 6)
+    for name in ("cache", "past_key_values"):
+        cache = model.encode(input_ids[:, :4])
+        assert model.encode(input_ids[:, 4:], **{name: cache}) is cache
+        assert cache.num_pending == 6
+
+
 def test_encode_refuses_what_it_would_get_wrong():
     model, input_ids = asymloop(), tokens(1, 6)
+    with pytest.raises(ValueError, match="num_loops=5 is not allowed: it must be left to `fork`"):
+        model.encode(input_ids, num_loops=5)
     with pytest.raises(ValueError, match="position_ids must rise by one: packed documents cannot share a cache"):
         model.encode(input_ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
     model.train()

@@ -162,6 +162,10 @@ def test_a_field_changed_later_is_checked_when_a_model_is_made():
     with pytest.raises(ValueError, match="num_loops=0"):
         AsymLoopForCausalLM(config)
     config = asymloop_config()
+    config.backbone = "olmo"
+    with pytest.raises(ValueError, match="backbone='olmo'"):
+        AsymLoopForCausalLM(config)
+    config = asymloop_config()
     with pytest.raises(ValueError, match="num_hidden_layers=4 .*8, the visits that follow from num_encoder_layers=2"):
         config.num_hidden_layers = 4
 

@@ -72,6 +72,17 @@ def test_a_cache_for_other_loops_is_refused():
         model(tokens(1, 3), past_key_values=cache)
 
 
+def test_masks_and_positions_of_another_size_are_refused():
+    model, input_ids = fullloop(), tokens(2, 8)
+    for shape in ((2, 7), (2, 9), (1, 8), (8,)):
+        with pytest.raises(ValueError, match=r"attention_mask.shape=.* is not allowed: it must be \(2, 8\)"):
+            model(input_ids, attention_mask=torch.ones(shape))
+    with pytest.raises(
+        ValueError, match=r"position_ids.shape=\(1, 3\) is not allowed: it must be \(2, 8\) or \(1, 8\)"
+    ):
+        model(input_ids, position_ids=torch.arange(3)[None])
+
+
 @pytest.mark.parametrize("num_loops", [0, -1, 1.5, True])
 def test_num_loops_must_be_a_positive_integer(num_loops):
     with pytest.raises(ValueError, match="num_loops=.* is not allowed: it must be a positive integer"):

@@ -148,6 +148,12 @@ def test_a_filled_cache_that_would_have_the_prompt_read_twice_is_refused(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_continuous_batching_is_refused(name):
+    with pytest.raises(ValueError, match="cache_implementation='paged' is not allowed"):
+        MODELS[name]().generate(tokens(1, 6), cache_implementation="paged", max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_from_embeddings(name):
     model, input_ids = MODELS[name](), tokens(2, 20)
     expected, _ = generate(model, input_ids=input_ids)

@@ -63,11 +63,11 @@ def check_settings(size, minutes, steps, seed):
     """Raise a ValueError that names the first setting that is out of range."""
     if size not in SIZES:
         raise ValueError(f"size={size!r}: it must be one of {', '.join(SIZES)}")
-    if not (minutes > 0 and math.isfinite(minutes)):
+    if not isinstance(minutes, (int, float)) or not (minutes > 0 and math.isfinite(minutes)):
         raise ValueError(f"minutes={minutes!r}: it must be a number above 0")
-    if steps is not None and steps < 1:
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise ValueError(f"steps={steps!r}: it must be a whole number of at least 1")
-    if not 0 <= seed < 2**32:
+    if not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r}: it must be a whole number from 0 to 2**32 - 1")
 
 

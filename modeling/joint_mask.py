@@ -7,7 +7,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from .cache_asymloop import AsymLoopCache
 from .configuration_asymloop import AsymLoopConfig
 from .configuration_looped import require
-from .modeling_looped import cache_is_static, check_padding
+from .modeling_looped import check_padding
 
 Mask = torch.Tensor | None
 
@@ -105,8 +105,7 @@ def _checked(
     if mask is None:
         return None
     if mask.dim() != 4:
-        if not cache_is_static(cache):
-            check_padding(mask, inputs_embeds, cache)
+        check_padding(mask, inputs_embeds, cache)
         return mask
     rows = mask.shape[-2]
     require(rows >= num_visited, "attention_mask.shape[-2]", rows, f"{num_visited}, the positions that are visited")

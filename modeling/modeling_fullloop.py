@@ -21,7 +21,6 @@ from .modeling_looped import (
     CACHE_NAME,
     LoopedCausalLM,
     LoopedPreTrainedModel,
-    cache_is_static,
     check_num_slots,
     check_padding,
     check_position_ids,
@@ -103,7 +102,7 @@ class FullLoopModel(FullLoopPreTrainedModel):
         if position_ids is None:
             position_ids = next_position_ids(inputs_embeds, cache)
         check_position_ids(position_ids, inputs_embeds)
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 4 and not cache_is_static(cache):
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 4:
             check_padding(attention_mask, inputs_embeds, cache)
         # The mask comes before a cache of our own: Transformers finds packed documents only where there is none.
         causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, cache, position_ids)

@@ -54,14 +54,10 @@ def check_num_slots(cache: Cache | None, *allowed: int) -> None:
     require(num_slots in (0, *allowed), "cache", cache, f"made for {counts} visits (it has {num_slots} slots)")
 
 
-def cache_is_static(cache: Cache | None) -> bool:
-    """Whether the length of `cache` is a tensor, which a check would have to wait for."""
-    return cache is not None and cache.is_compileable
-
-
 def check_padding(attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, cache: Cache | None) -> None:
     """Raise a `ValueError` if a padding mask does not have one column for each cached and each new position."""
-    if attention_mask is not None:
+    is_static = cache is not None and cache.is_compileable  # its length is a tensor, which a check would wait for
+    if attention_mask is not None and not is_static:
         past = cache.get_seq_length() if cache is not None else 0
         shape = (inputs_embeds.shape[0], past + inputs_embeds.shape[1])
         require(tuple(attention_mask.shape) == shape, "attention_mask.shape", tuple(attention_mask.shape), str(shape))

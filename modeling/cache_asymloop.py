@@ -103,6 +103,18 @@ class GrowingLayer(DynamicLayer):
         self._buffers = tuple(buffers)
 
 
+class WindowLayer(DynamicSlidingWindowLayer):
+    """A sliding-window cache layer that lets go of the memory of a long input once only its end is kept."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attended = super().update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[-2] > 1 and not self.record_past:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return attended
+
+
 class AsymLoopCache(Cache):
     """
     A Transformers cache with `Le` global slots and one local slot for each visit of a decoder layer.
@@ -147,7 +159,7 @@ class AsymLoopCache(Cache):
     def _new_local_layers(self) -> list[CacheLayerMixin]:
         kept_loops = self.num_loops if self.local_kv == "per_loop" else 1
         window = self.config.local_window
-        new_layer = GrowingLayer if window in (None, 1) else lambda: DynamicSlidingWindowLayer(sliding_window=window)
+        new_layer = GrowingLayer if window in (None, 1) else lambda: WindowLayer(sliding_window=window)
         return [new_layer() for _ in range(kept_loops * self.config.num_decoder_layers)]
 
     @property

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .joint_mask import NO_MASK, JointMask, additive, band
+from .joint_mask import NO_MASK, JointMask, additive, band, dense
 
 MIN_CHUNK = 32  # queries of a window that one kernel call takes together, where the window itself is not longer
 
@@ -46,31 +46,37 @@ class Part(NamedTuple):
     chunk: int | None = None
     batch: slice = slice(None)
 
+    @property
+    def is_folded(self) -> bool:
+        return self.chunk not in (None, 1)
+
     def take(self, tensor: Tensor, positions: slice) -> Tensor:
         """What the kernel gets of a tensor of shape `(batch, heads, positions, dim)`."""
-        tensor = tensor[self.batch, :, positions]
-        return tensor if self.chunk in (None, 1) else fold(tensor, self.chunk)
+        if not self.is_all_of(tensor, positions):
+            tensor = tensor[self.batch, :, positions]
+        return fold(tensor, self.chunk) if self.is_folded else tensor
 
-    def untake(self, tensor: Tensor, batch: int) -> Tensor:
-        return tensor if self.chunk in (None, 1) else unfold(tensor, batch)
+    def untake(self, tensor: Tensor, whole: Tensor) -> Tensor:
+        """What the kernel gave, in the order of the positions of `whole`."""
+        return unfold(tensor, whole[self.batch].shape[0]) if self.is_folded else tensor
 
     def is_all_of(self, tensor: Tensor, positions: slice) -> bool:
-        return self.batch == slice(None) and positions == slice(0, tensor.shape[2])
+        return positions.stop - positions.start == tensor.shape[2] and self.batch == slice(None)
 
     def index(self, positions: slice) -> tuple[slice, slice, slice]:
         return self.batch, slice(None), positions
 
 
 def fold(tensor: Tensor, chunk: int) -> Tensor:
-    """`(batch, heads, n * chunk, dim)` as `(batch * n, heads, chunk, dim)`."""
-    batch, heads, length, dim = tensor.shape
-    return tensor.transpose(1, 2).reshape(batch * (length // chunk), chunk, heads, dim).transpose(1, 2)
+    """`(batch, heads, n * chunk, ...)` as `(batch * n, heads, chunk, ...)`."""
+    batch, heads, length, *dim = tensor.shape
+    return tensor.transpose(1, 2).reshape(batch * (length // chunk), chunk, heads, *dim).transpose(1, 2)
 
 
 def unfold(tensor: Tensor, batch: int) -> Tensor:
     """The inverse of `fold`."""
-    _, heads, chunk, dim = tensor.shape
-    return tensor.transpose(1, 2).reshape(batch, tensor.shape[0] // batch * chunk, heads, dim).transpose(1, 2)
+    _, heads, chunk, *dim = tensor.shape
+    return tensor.transpose(1, 2).reshape(batch, tensor.shape[0] // batch * chunk, heads, *dim).transpose(1, 2)
 
 
 def causal_parts(num_rows: int, num_columns: int, window: int | None, like: Tensor) -> Iterator[Part]:
@@ -132,7 +138,7 @@ def source_parts(query: Tensor, keys: Tensor, mask: JointMask, window: int | Non
 def hide(part: Part, hidden: Tensor) -> Part:
     """A part with the keys hidden that are padding: `hidden` is additive and of shape `(batch, 1, 1, keys)`."""
     hidden = hidden[..., part.columns]
-    if part.chunk not in (None, 1):
+    if part.is_folded:
         hidden = fold(hidden.transpose(2, 3), part.chunk).transpose(2, 3)
     return part._replace(mask=hidden if part.mask is None else torch.minimum(part.mask, hidden))
 
@@ -155,17 +161,34 @@ def document_parts(documents: Tensor, window: int | None, like: Tensor) -> list[
 class CpuFlash:
     """PyTorch's flash attention for CPU. Groups of query heads share keys; a mask may be broadcast."""
 
+    # The backward takes 512 queries at a time, with all the keys that the last of them sees. Cutting the keys into
+    # blocks leaves less of the future to compute; in half precision a call costs more than that saves.
+    CAUSAL_BLOCK = 192
+    MIN_CAUSAL_LENGTH = 384
+
     @staticmethod
     def forward(query, keys, values, causal, mask, scale):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
         )
 
-    @staticmethod
-    def backward(grad, query, keys, values, out, lse, causal, mask, scale):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, keys, values, out, lse, 0.0, causal, attn_mask=mask, scale=scale
-        )
+    @classmethod
+    def backward(cls, grad, query, keys, values, out, lse, causal, mask, scale):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        num_keys = keys.shape[2]
+        if not causal or num_keys < cls.MIN_CAUSAL_LENGTH or query.dtype.itemsize == 2:
+            return kernel(grad, query, keys, values, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        dq, dk, dv = (torch.zeros_like(query), torch.empty_like(keys), torch.empty_like(values))
+        for start in range(0, num_keys, cls.CAUSAL_BLOCK):
+            rows, columns = slice(start, None), slice(start, start + cls.CAUSAL_BLOCK)
+            of_rows = [tensor[:, :, rows] for tensor in (grad, query, out, lse)]
+            of_columns = [tensor[:, :, columns] for tensor in (keys, values)]
+            block_mask = None if mask is None else mask[..., columns]
+            arguments = (*of_rows[:2], *of_columns, *of_rows[2:], 0.0, causal)
+            grads = kernel(*arguments, attn_mask=block_mask, scale=scale)
+            block_dq, dk[:, :, columns], dv[:, :, columns] = grads
+            dq[:, :, rows] += block_dq
+        return dq, dk, dv
 
 
 class CudaFlash:
@@ -298,8 +321,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, parts: list[Part], scale
     for part in parts:
         taken = part.take(query, part.rows), part.take(keys, part.columns), part.take(values, part.columns)
         part_out, part_lse = kernel_for(query, part).forward(*taken, part.causal, part.mask, scale)
-        batch = query[part.batch].shape[0]
-        part_out, part_lse = part.untake(part_out, batch), part.untake(part_lse[..., None], batch)[..., 0]
+        part_out, part_lse = part.untake(part_out, query), part.untake(part_lse, query)
         if out is None and part.is_all_of(query, part.rows):
             out, lse = part_out, part_lse
             continue
@@ -318,19 +340,31 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> Ten
     return joint
 
 
-def attend_backward(grad, query, keys, values, out, lse, parts, scale) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    parts: list[Part],
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients for query, keys and values of one source, from the joint output and log-sum-exp."""
     totals = [None, None, None]
     for part in parts:
         rows, columns = part.rows, part.columns
-        taken = (part.take(query, rows), part.take(keys, columns), part.take(values, columns), part.take(out, rows))
-        part_lse = part.take(lse[..., None], rows)[..., 0]
-        grads = kernel_for(query, part).backward(
-            part.take(grad, rows), *taken, part_lse, part.causal, part.mask, scale
+        taken = (
+            part.take(query, rows),
+            part.take(keys, columns),
+            part.take(values, columns),
+            part.take(out, rows),
+            part.take(lse, rows),
         )
+        grads = kernel_for(query, part).backward(part.take(grad, rows), *taken, part.causal, part.mask, scale)
         whole = zip((query, keys, values), (rows, columns, columns), grads, strict=True)
         for n, (tensor, positions, part_grad) in enumerate(whole):
-            part_grad = part.untake(part_grad, tensor[part.batch].shape[0])
+            part_grad = part.untake(part_grad, tensor)
             if totals[n] is None and part.is_all_of(tensor, positions):
                 totals[n] = part_grad
                 continue
@@ -346,7 +380,34 @@ def like_projection(tensor: Tensor) -> Tensor:
     return tensor.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
-# Code that travels with a checkpoint may be loaded beside the installed package, so each copy has its own operators.
+class Source(NamedTuple):
+    """Key/values, and the parts in which they are attended to."""
+
+    keys: Tensor
+    values: Tensor
+    parts: list[Part]
+
+
+def sources_of(
+    query: Tensor,
+    global_keys: Tensor,
+    global_values: Tensor,
+    local_keys: Tensor,
+    local_values: Tensor,
+    mask: JointMask,
+    concatenated: bool,
+) -> list[Source]:
+    """The global and the local source; or both `concatenated` into one, under a dense mask."""
+    if not concatenated:
+        global_parts = source_parts(query, global_keys, mask, None, mask.global_mask)
+        local_parts = source_parts(query, local_keys, mask, mask.window, mask.local_mask)
+        return [Source(global_keys, global_values, global_parts), Source(local_keys, local_values, local_parts)]
+    keys, values = torch.cat([global_keys, local_keys], dim=2), torch.cat([global_values, local_values], dim=2)
+    rows, columns = slice(0, query.shape[2]), slice(0, keys.shape[2])
+    return [Source(keys, values, [Part(rows, columns, mask=dense(mask, query, global_keys, local_keys))])]
+
+
+# Code that travels with a checkpoint may be loaded beside the installed package: each copy has its own operators.
 NAMESPACE = re.sub(r"\W", "_", __name__)
 
 
@@ -362,85 +423,82 @@ def _joint_attention(
     documents: Tensor | None,
     global_mask: Tensor | None,
     local_mask: Tensor | None,
+    concatenated: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp over both sources (infinite where a query sees nothing), log-sum-exp over the global one."""
+    """Output, log-sum-exp (infinite where a query sees nothing), and log-sum-exp of the first source."""
     mask = JointMask(window, padding, documents, global_mask, local_mask)
-    query, global_keys, global_values, local_keys, local_values = map(
-        unit_stride, (query, global_keys, global_values, local_keys, local_values)
-    )
-    global_parts, local_parts = parts_of(query, global_keys, local_keys, mask)
-    out, global_lse = attend(query, global_keys, global_values, global_parts, scale)
-    lse = merge(out, global_lse, *attend(query, local_keys, local_values, local_parts, scale))
+    query, *key_values = map(unit_stride, (query, global_keys, global_values, local_keys, local_values))
+    first, *others = sources_of(query, *key_values, mask, concatenated)
+    out, first_lse = attend(query, *first, scale)
+    lse = first_lse.clone()
+    for source in others:
+        lse = merge(out, lse, *attend(query, *source, scale))
     if mask.may_hide_all:
         sees_nothing = lse < torch.finfo(query.dtype).min / 2
         lse = lse.masked_fill(sees_nothing, torch.inf)
         out = out.masked_fill(sees_nothing[..., None], 0)
-    return as_projection(out), lse.contiguous(), global_lse.contiguous()
+    return as_projection(out), lse.contiguous(), first_lse.contiguous()
 
 
 @_joint_attention.register_fake
-def _(query, global_keys, global_values, local_keys, local_values, *mask_and_scale):
-    lse_dtype = torch.promote_types(query.dtype, torch.float32)
-    lse = query.new_empty(query.shape[:3], dtype=lse_dtype)
+def _(query, *others):
+    lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
     return like_projection(query), lse, torch.empty_like(lse)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::joint_attention_backward", mutates_args=())
 def _joint_attention_backward(
     grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
     query: Tensor,
     global_keys: Tensor,
     global_values: Tensor,
     local_keys: Tensor,
     local_values: Tensor,
-    out: Tensor,
-    lse: Tensor,
     window: int | None,
     padding: Tensor | None,
     documents: Tensor | None,
     global_mask: Tensor | None,
     local_mask: Tensor | None,
+    concatenated: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients for query, global keys and values, local keys and values."""
     mask = JointMask(window, padding, documents, global_mask, local_mask)
-    grad, query, global_keys, global_values, local_keys, local_values = map(
-        unit_stride, (grad, query, global_keys, global_values, local_keys, local_values)
-    )
-    global_parts, local_parts = parts_of(query, global_keys, local_keys, mask)
-    dq, dgk, dgv = attend_backward(grad, query, global_keys, global_values, out, lse, global_parts, scale)
-    local_dq, dlk, dlv = attend_backward(grad, query, local_keys, local_values, out, lse, local_parts, scale)
-    dq = dq.add_(local_dq)
-    return tuple(map(as_projection, (dq, dgk, dgv, dlk, dlv)))
+    tensors = (grad, query, global_keys, global_values, local_keys, local_values)
+    grad, query, *key_values = map(unit_stride, tensors)
+    dq, grads = None, []
+    for source in sources_of(query, *key_values, mask, concatenated):
+        source_dq, dk, dv = attend_backward(grad, query, *source, out, lse, scale)
+        dq = source_dq if dq is None else dq.add_(source_dq)
+        grads += [dk, dv]
+    if concatenated:
+        lengths = [global_keys.shape[2], local_keys.shape[2]]
+        (dgk, dlk), (dgv, dlv) = (torch.split_with_sizes_copy(tensor, lengths, dim=2) for tensor in grads)
+        grads = [dgk, dgv, dlk, dlv]
+    return tuple(map(as_projection, (dq, *grads)))
 
 
 @_joint_attention_backward.register_fake
-def _(grad, query, global_keys, global_values, local_keys, local_values, *saved):
+def _(grad, out, lse, query, global_keys, global_values, local_keys, local_values, *others):
     return tuple(map(like_projection, (query, global_keys, global_values, local_keys, local_values)))
 
 
 def _save(ctx, inputs, output):
-    *tensors, window, padding, documents, global_mask, local_mask, scale = inputs
-    out, lse, _ = output
-    ctx.save_for_backward(*tensors, out, lse, padding, documents, global_mask, local_mask)
-    ctx.window, ctx.scale = window, scale
+    *tensors, window, padding, documents, global_mask, local_mask, concatenated, scale = inputs
+    ctx.save_for_backward(*output[:2], *tensors, padding, documents, global_mask, local_mask)
+    ctx.window, ctx.concatenated, ctx.scale = window, concatenated, scale
 
 
 def _backward(ctx, grad, *_):
     *tensors, padding, documents, global_mask, local_mask = ctx.saved_tensors
     mask = (ctx.window, padding, documents, global_mask, local_mask)
-    return *_joint_attention_backward(grad, *tensors, *mask, ctx.scale), *[None] * 6
+    return *_joint_attention_backward(grad, *tensors, *mask, ctx.concatenated, ctx.scale), *[None] * 7
 
 
 _joint_attention.register_autograd(_backward, setup_context=_save)
-
-
-def parts_of(query: Tensor, global_keys: Tensor, local_keys: Tensor, mask: JointMask) -> tuple[list[Part], list[Part]]:
-    """The parts of both sources."""
-    return (
-        source_parts(query, global_keys, mask, None, mask.global_mask),
-        source_parts(query, local_keys, mask, mask.window, mask.local_mask),
-    )
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
@@ -452,6 +510,15 @@ def as_projection(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+# Below these lengths one kernel call over concatenated keys and a dense mask takes less time on a CPU, forward and
+# backward, than two calls without (docs/performance.md).
+MIN_LENGTH = {torch.float64: 96, torch.float32: 96, torch.bfloat16: 192, torch.float16: 192}
+
+
+def is_short(query: Tensor, keys: Tensor) -> bool:
+    return query.device.type == "cpu" and query.shape[2] > 1 and keys.shape[2] < MIN_LENGTH.get(query.dtype, 0)
+
+
 def joint_attention(
     query: Tensor,
     global_keys: Tensor,
@@ -460,7 +527,8 @@ def joint_attention(
     local_values: Tensor,
     mask: JointMask = NO_MASK,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    return_share: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """
     Causal attention with one softmax over two sources.
 
@@ -472,15 +540,17 @@ def joint_attention(
             as many keys as their source has; `heads` is a multiple of `key_value_heads`.
         mask: what else than the future is hidden.
         scale: of the products of queries and keys, `head_dim ** -0.5` by default.
+        return_share: say how much of the attention the global source gets.
 
     Returns:
-        The output, of the shape of `query`, zero where a query sees nothing; and the share of each query's attention
-        that goes to the global source, of shape `(batch, heads, queries)`, without a gradient.
+        The output, of the shape of `query`, zero where a query sees nothing; and, if wanted, the share of each query's
+        attention that goes to the global source, of shape `(batch, heads, queries)`, without a gradient.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     tensors = (query, global_keys, global_values, local_keys, local_values)
     device = query.device.type
     if torch.is_autocast_enabled(device):
         tensors = tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
-    out, lse, global_lse = _joint_attention(*tensors, *mask, scale)
-    return out, torch.exp(global_lse - lse).detach()
+    concatenated = not return_share and is_short(query, global_keys)
+    out, lse, global_lse = _joint_attention(*tensors, *mask, concatenated, scale)
+    return out, torch.exp(global_lse - lse).detach() if return_share else None

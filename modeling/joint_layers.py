@@ -98,11 +98,8 @@ def joint_attention_forward(
     """The fused way; its kernels have no dropout."""
     if dropout > 0:
         return eager_joint_attention_forward(module, query, key, value, attention_mask, scaling, dropout, sources)
-    output, share = joint_attention(
-        query, sources.global_keys, sources.global_values, key, value, attention_mask, scaling
-    )
-    if sources.wants_share:
-        sources.global_share = share
+    tensors = (query, sources.global_keys, sources.global_values, key, value)
+    output, sources.global_share = joint_attention(*tensors, attention_mask, scaling, sources.wants_share)
     return output.transpose(1, 2), None
 
 

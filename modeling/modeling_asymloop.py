@@ -204,19 +204,27 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         cache = one_cache(cache, past_key_values)
         num_loops = self._check_loops(num_loops, cache)
         inputs_embeds = embed(self, input_ids, inputs_embeds)
+        # As in Transformers, positions alone mark packed documents, and only where no cache is given.
+        may_be_packed = position_ids is not None and attention_mask is None and cache is None
+        if use_cache and cache is None:
+            cache = AsymLoopCache(self.config, num_loops)
         if position_ids is None:
             position_ids = next_position_ids(inputs_embeds, cache)
         check_position_ids(position_ids, inputs_embeds)
 
-        length = inputs_embeds.shape[1]
-        num_outputs = logits_to_keep if isinstance(logits_to_keep, int) and 0 < logits_to_keep < length else length
-        num_visited = cache.plan_decoding(length, num_outputs) if isinstance(cache, AsymLoopCache) else length
-        # Masks come before a cache of our own: Transformers finds packed documents only where there is none.
+        length = num_visited = num_outputs = inputs_embeds.shape[1]
+        if isinstance(cache, AsymLoopCache) and not may_be_packed:
+            if isinstance(logits_to_keep, int) and 0 < logits_to_keep < length:
+                num_outputs = logits_to_keep
+            num_visited = cache.plan_decoding(length, num_outputs)
         encoder_mask, joint_mask = joint_masks(
-            self.config, inputs_embeds, attention_mask, position_ids, cache, num_visited
+            self.config,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            None if may_be_packed else cache,
+            num_visited,
         )
-        if use_cache and cache is None:
-            cache = AsymLoopCache(self.config, num_loops)
 
         decoder_input, global_kv, position_embeddings = self._encode(
             inputs_embeds, encoder_mask, position_ids, cache, use_cache=use_cache, **kwargs

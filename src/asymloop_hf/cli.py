@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from . import budget, demo
+from . import demo, inspection
 
-COMMANDS = (demo, budget)
+COMMANDS = (demo, inspection)
 USER_ERRORS = (ValueError, OSError)
 
 

@@ -163,7 +163,7 @@ class CpuFlash:
 
     # The backward takes 512 queries at a time, with all the keys that the last of them sees. Cutting the keys into
     # blocks leaves less of the future to compute; in half precision a call costs more than that saves.
-    CAUSAL_BLOCK = 192
+    CAUSAL_BLOCK = 256
     MIN_CAUSAL_LENGTH = 384
 
     @staticmethod
@@ -178,17 +178,19 @@ class CpuFlash:
         num_keys = keys.shape[2]
         if not causal or num_keys < cls.MIN_CAUSAL_LENGTH or query.dtype.itemsize == 2:
             return kernel(grad, query, keys, values, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
-        dq, dk, dv = (torch.zeros_like(query), torch.empty_like(keys), torch.empty_like(values))
+        dq, dk, dv = None, [], []
         for start in range(0, num_keys, cls.CAUSAL_BLOCK):
             rows, columns = slice(start, None), slice(start, start + cls.CAUSAL_BLOCK)
-            of_rows = [tensor[:, :, rows] for tensor in (grad, query, out, lse)]
-            of_columns = [tensor[:, :, columns] for tensor in (keys, values)]
+            block_grad, block_query, block_out, block_lse = (t[:, :, rows] for t in (grad, query, out, lse))
             block_mask = None if mask is None else mask[..., columns]
-            arguments = (*of_rows[:2], *of_columns, *of_rows[2:], 0.0, causal)
-            grads = kernel(*arguments, attn_mask=block_mask, scale=scale)
-            block_dq, dk[:, :, columns], dv[:, :, columns] = grads
-            dq[:, :, rows] += block_dq
-        return dq, dk, dv
+            arguments = (block_grad, block_query, keys[:, :, columns], values[:, :, columns], block_out, block_lse)
+            block_dq, *others = kernel(*arguments, 0.0, causal, attn_mask=block_mask, scale=scale)
+            dq = block_dq if dq is None else dq
+            if start > 0:
+                dq[:, :, rows] += block_dq
+            for blocks, block in zip((dk, dv), others, strict=True):
+                blocks.append(block.transpose(1, 2))
+        return dq, *(torch.cat(blocks, 1).transpose(1, 2) for blocks in (dk, dv))
 
 
 class CudaFlash:

@@ -1,4 +1,4 @@
-"""The Hill estimate: against an independent implementation, known exponents, random matrix theory, and degenerate input."""
+"""The Hill estimate against an independent implementation, known exponents and random matrices; degenerate input."""
 
 import math
 

@@ -49,8 +49,8 @@ def spectrum(weight: torch.Tensor) -> torch.Tensor:
         weight: `(..., rows, columns)`.
 
     Returns:
-        Float64, `(..., N)`. Those that are zero up to rounding (below `max(rows, columns)` times the machine epsilon of
-        the largest) are zero.
+        Float64, `(..., N)`. Those that are zero up to rounding (`max(rows, columns)` times the machine epsilon of the
+        largest) are zero.
     """
     wide = weight.detach().to(torch.float64)
     if wide.shape[-2] > wide.shape[-1]:

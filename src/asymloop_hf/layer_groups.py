@@ -54,8 +54,8 @@ def layer_groups(model: nn.Module, weight_decay: float, embedding_factor: float)
             group |= {"alpha": math.nan, "ramp_from": 1.0, "ramp_to": 1.0, "ramp_start": 0}
     if not any(group["kind"] == "matrix" for group in groups.values()):
         raise ValueError(
-            f"model={type(model).__name__} has no trainable matrix of at least {SMALLEST_SIDE} x {SMALLEST_SIDE} besides "
-            "embeddings and head: there is no spectrum to guide a learning rate"
+            f"model={type(model).__name__} has no trainable matrix with {SMALLEST_SIDE} rows and columns or more, "
+            "embeddings and head apart: there is no spectrum to guide a learning rate"
         )
     return list(groups.values())
 

@@ -101,7 +101,7 @@ class HeavyTailLRCallback(TrainerCallback):
             `ValueError`: `name` or `args.optim` is another one, or gradients in fp16 are the source of the spectrum.
         """
         require(name in OPTIMIZERS, "name", name, f"one of {tuple(OPTIMIZERS)}")
-        require(str(args.optim) in TRAINER_OPTIMIZERS, "optim", str(args.optim), f"one of {TRAINER_OPTIMIZERS}")
+        require(args.optim in TRAINER_OPTIMIZERS, "optim", args.optim.value, f"one of {TRAINER_OPTIMIZERS}")
         require(
             not (args.fp16 and self.source == "gradient"),
             "source",

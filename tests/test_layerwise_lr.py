@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import asymloop, asymloop_config, tokens
 from distributed_training import SETTINGS
-from layerwise_runs import arguments, documents, group_states, llama, make_trainer
+from layerwise_runs import HEADS, SIZES, arguments, documents, group_states, llama, make_trainer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
 
 from asymloop_hf import AsymLoopForCausalLM
 from asymloop_hf.heavy_tail import heavy_tail_alpha
@@ -328,6 +328,21 @@ def test_resuming_at_any_step_changes_nothing(name, tmp_path):
         assert_same_weights(resumed.model, whole.model)
         assert str(group_states(resumed.optimizer)) == str(group_states(whole.optimizer))  # nan equals nan
         assert str(read_table(folder)) == str(table) == str(read_table(folder / "checkpoint-12"))
+
+
+def test_fused_experts(tmp_path):
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**SIZES | HEADS, num_local_experts=4, num_experts_per_tok=2))
+    trainer = make_trainer(model, tmp_path, HeavyTailLRCallback(**QUICK), "muon")
+    trainer.train()
+    groups = {group["name"]: group for group in trainer.optimizer.param_groups}
+    experts = groups["model.layers.1.mlp.experts.down_proj"]
+    assert experts["params"][0].shape == (4, 64, 96)
+    assert experts["alpha"] > 1 and not experts["muon"]
+    assert groups["model.layers.1.mlp.gate.weight"]["kind"] == "small matrix"
+    assert (
+        groups["model.layers.1.mlp.gate.weight"]["muon"] and groups["model.layers.1.self_attn.q_proj.weight"]["muon"]
+    )
 
 
 # Muon

@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from . import budget, demo
+from . import budget, demo, spectra
 
-COMMANDS = (demo, budget)
+COMMANDS = (demo, budget, spectra)
 USER_ERRORS = (ValueError, OSError)
 
 

@@ -70,8 +70,11 @@ def read_table(folder) -> list[Row]:
     """
     path = Path(folder) / TABLE
     with open(path, encoding="utf-8", newline="") as file:
-        header, *lines = csv.reader(file) or [[]]
+        header, *lines = list(csv.reader(file)) or [[]]
+    columns = ", ".join(Row._fields)
     if tuple(header) != Row._fields or not lines:
-        raise ValueError(f"{path} is not a table with the columns {', '.join(Row._fields)} and a row for each update")
-    types = Row.__annotations__.values()
-    return [Row(*(convert(cell) for convert, cell in zip(types, line, strict=True))) for line in lines]
+        raise ValueError(f"{path} is not a table with the columns {columns} and a row for each layer and update")
+    try:
+        return [Row(int(step), layer, *map(float, numbers)) for step, layer, *numbers in lines]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} has a row that is not of the columns {columns}: {error}") from None

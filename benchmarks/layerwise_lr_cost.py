@@ -2,8 +2,8 @@
 
     python benchmarks/layerwise_lr_cost.py          # a few minutes on two cores
 
-The model has 30 million parameters. A pair is a step of Trainer's AdamW and a step of the layerwise optimizer on a copy
-of the model, each with forward and backward pass, and an update of the rates, of which a step has its share: one in 100.
+The model has 30 million parameters. A pair is a step of Trainer's AdamW and a step of the layerwise optimizer on a
+copy of the model, each with forward and backward pass, and an update of the rates, of which each step has a hundredth.
 """
 
 import argparse

@@ -15,7 +15,14 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from datasets.utils.logging import disable_progress_bar
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 
 from asymloop_hf import AsymLoopConfig, FullLoopConfig
 from asymloop_hf.corpus import load_corpus
@@ -84,6 +91,7 @@ def train(config, blocks, steps: int, seed: int, rate: float, kind: str, max_rat
         eval_dataset=blocks["held_out"],
         **layerwise,
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     return trainer.evaluate()["eval_loss"]
 

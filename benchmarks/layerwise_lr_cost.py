@@ -1,4 +1,4 @@
-"""What heavy-tail-guided rates cost: steps with and without them in turns, an update, and one matrix of each width.
+"""What heavy-tail-guided rates cost: steps with and without them in turns, one matrix of each width, float64.
 
     python benchmarks/layerwise_lr_cost.py          # a few minutes on two cores
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 
 from asymloop_hf import AsymLoopConfig
 from asymloop_hf.budget import budget
-from asymloop_hf.heavy_tail import heavy_tail_alpha
+from asymloop_hf.heavy_tail import heavy_tail_alpha, tail_exponent
 from asymloop_hf.layerwise_lr import HeavyTailLRCallback
 
 EVERY = 100
@@ -92,6 +92,28 @@ def show_widths(measured_config, step_seconds: float, repeats: int) -> None:
         print(f"{name:<8}{square:>9.3f} s{wide:>15.3f} s{update:>10.1f} s{100 * share:>12.2f} %", flush=True)
 
 
+def show_precision(rows: int, columns: int, repeats: int) -> None:
+    """Alpha from float32 and from float64, for singular values that fall off to a share of the largest one."""
+    print(f"\nsmallest / largest singular value of {rows} x {columns}   alpha   error in float32   in float64")
+    left = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(columns, rows, dtype=torch.float64))[0]
+    for digits in (2, 4, 6, 8):
+        weight = (left * torch.logspace(0, -digits, rows, dtype=torch.float64)) @ right.T
+        exact = tail_exponent(torch.linalg.svdvals(weight).square().flip(0)).item()
+        errors = [
+            tail_exponent(gram_spectrum(weight, dtype)).item() - exact for dtype in (torch.float32, torch.float64)
+        ]
+        print(f"1e-{digits:<53}{exact:.4f}{errors[0]:>19.1e}{errors[1]:>13.1e}")
+    dtypes = (torch.float32, torch.float64)
+    seconds = [median(timed(gram_spectrum, weight, dtype) for _ in range(repeats)) for dtype in dtypes]
+    print(f"seconds: float32 {seconds[0]:.3f}, float64 {seconds[1]:.3f}")
+
+
+def gram_spectrum(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    weight = weight.to(dtype)
+    return torch.linalg.eigvalsh(weight @ weight.T).clamp(min=0).to(torch.float64)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=15)
@@ -99,3 +121,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     measured = AsymLoopConfig(**SIZES, **STACKS, max_position_embeddings=BLOCK)
     show_widths(measured, show_cost(measured, arguments.pairs), arguments.repeats)
+    show_precision(512, 1376, arguments.repeats)

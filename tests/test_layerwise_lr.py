@@ -345,6 +345,25 @@ def test_fused_experts(tmp_path):
     )
 
 
+def test_training_again_keeps_the_factors_until_the_next_update(tmp_path):
+    recorder = Recorder()
+    trainer = make_trainer(llama(), tmp_path, HeavyTailLRCallback(**QUICK), callbacks=[recorder])
+    trainer.train()
+    factors = [group["factor"] for group in trainer.optimizer.param_groups]
+    trainer.train()
+    rates = recorder.rates[14]  # of the second step of the second training, whose steps are noted twice
+    assert rates["norms"] == 5e-3
+    assert list(rates.values()) == pytest.approx([5e-3 * factor for factor in factors], rel=1e-12)
+
+
+def test_resuming_with_another_ratio(tmp_path):
+    train(llama(), tmp_path / "whole", HeavyTailLRCallback(**QUICK), save_steps=6)
+    other, checkpoint = HeavyTailLRCallback(**QUICK, max_ratio=2), tmp_path / "whole" / "checkpoint-6"
+    resumed = train(llama(), tmp_path / "resumed", other, checkpoint)
+    assert resumed.optimizer.param_groups[0]["factor"] == 2
+    assert max(group["factor"] for group in resumed.optimizer.param_groups) == 2
+
+
 # Muon
 
 
@@ -554,6 +573,10 @@ def test_bad_optimizers(tmp_path):
         ValueError, match="source='gradient' is not allowed: it must be 'weight' or 'momentum' with fp16"
     ):
         HeavyTailLRCallback(source="gradient").optimizer(arguments(tmp_path, fp16=True))
+    args = arguments(tmp_path)
+    args.deepspeed, args.deepspeed_plugin = "zero2.json", object()
+    with pytest.raises(ValueError, match="deepspeed='zero2.json' is not allowed: it must be None"):
+        llr.optimizer(args)
 
 
 def test_an_optimizer_that_trainer_was_also_given(tmp_path):

@@ -98,7 +98,8 @@ class HeavyTailLRCallback(TrainerCallback):
                 on the rest.
 
         Raises:
-            `ValueError`: `name` or `args.optim` is another one, or gradients in fp16 are the source of the spectrum.
+            `ValueError`: `name` or `args.optim` is another one, gradients in fp16 are the source of the spectrum, or
+                DeepSpeed is used.
         """
         require(name in OPTIMIZERS, "name", name, f"one of {tuple(OPTIMIZERS)}")
         require(args.optim in TRAINER_OPTIMIZERS, "optim", args.optim.value, f"one of {TRAINER_OPTIMIZERS}")
@@ -108,6 +109,7 @@ class HeavyTailLRCallback(TrainerCallback):
             self.source,
             "'weight' or 'momentum' with fp16=True, whose loss scaling lets gradients overflow",
         )
+        require(args.deepspeed_plugin is None, "deepspeed", args.deepspeed, "None: DeepSpeed flattens the parameters")
         _, settings = Trainer.get_optimizer_cls_and_kwargs(args)
         return lambda: self._make_optimizer, {"name": name, "weight_decay": args.weight_decay, "settings": settings}
 
@@ -140,6 +142,8 @@ class HeavyTailLRCallback(TrainerCallback):
             type(getattr(optimizer, "optimizer", optimizer)).__name__,
             "the one of this callback: Trainer(optimizer_cls_and_kwargs=llr.optimizer(args), callbacks=[llr])",
         )
+        for group in groups:  # a checkpoint may be of another `max_ratio`
+            group["factor"] = float(self.max_ratio) if group["kind"] == "embeddings" else group["factor"]
         self._attached = True
         self._go_ahead_of_reporters()
         if not self._updates_at(self.every, state.max_steps):
@@ -157,10 +161,10 @@ class HeavyTailLRCallback(TrainerCallback):
         return step > 0 and step % self.every == 0 and step / max_steps <= self.until
 
     def _ramped(self, group: dict, step: int) -> float:
-        steps = step - group["ramp_start"] + 1
-        if steps >= self.ramp:
-            return group["ramp_to"]
-        return group["ramp_from"] + (group["ramp_to"] - group["ramp_from"]) * steps / self.ramp
+        steps = step - group["ramp_start"] + 1  # below 1 where `train` is called again: the ramp was in an earlier run
+        if 0 < steps < self.ramp:
+            return group["ramp_from"] + (group["ramp_to"] - group["ramp_from"]) * steps / self.ramp
+        return group["ramp_to"]
 
     def _update(self, matrices: dict, optimizer, state) -> None:
         observed = {name: self._observed(group["params"][0], optimizer) for name, group in matrices.items()}

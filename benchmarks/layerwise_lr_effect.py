@@ -2,12 +2,14 @@
 
     python benchmarks/layerwise_lr_effect.py --output effect.jsonl
 
-One seed chooses: the base rate of the uniform rate first, then base rate and largest ratio of the layerwise rates. The
-chosen settings are compared with other seeds, and with two controls: only embeddings and head at the largest rate, and
-the reverse assignment. A finished run is a line of the output file; the same command goes on where it stopped.
+One seed chooses: the base rate of the uniform rate first, then base rate and largest ratio of the layerwise rates, and
+those of a control in which only embeddings and head have the largest rate. The chosen settings are compared with other
+seeds; so is the reverse of the layerwise rates. A finished run is a line of the output file; the same command goes on
+where it stopped.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 import time
@@ -128,13 +130,12 @@ def compare(runs: Runs, model: str, seeds: int) -> None:
     """Choose with seed 0, then print mean and spread over the other seeds as the rows of a table."""
     uniform = [{"model": model, "kind": "uniform", "rate": rate, "max_ratio": 1.0} for rate in RATES]
     best = min(uniform, key=lambda settings: runs.loss(**settings, seed=0))
-    layerwise = [
-        {"model": model, "kind": "layerwise", "rate": best["rate"] * share, "max_ratio": ratio}
-        for share in SHARES
-        for ratio in RATIOS
-    ]
-    best_layerwise = min(layerwise, key=lambda settings: runs.loss(**settings, seed=0))
-    compared = [best, *(best_layerwise | {"kind": kind} for kind in SETTINGS)]
+    tried, chosen = [uniform], {}
+    for kind in ("layerwise", "embeddings only"):
+        grid = itertools.product(SHARES, RATIOS)
+        tried.append([{"model": model, "kind": kind, "rate": best["rate"] * s, "max_ratio": r} for s, r in grid])
+        chosen[kind] = min(tried[-1], key=lambda settings: runs.loss(**settings, seed=0))
+    compared = [best, *chosen.values(), chosen["layerwise"] | {"kind": "reverse"}]
     losses = [[runs.loss(**settings, seed=seed) for seed in range(1, seeds + 1)] for settings in compared]
     print(f"\n| {model} | base rate | largest ratio | held-out loss, {seeds} seeds | less than uniform, by seed |")
     print("| --- | --- | --- | --- | --- |")
@@ -142,9 +143,9 @@ def compare(runs: Runs, model: str, seeds: int) -> None:
         less = ", ".join(f"{reference - loss:+.3f}" for reference, loss in zip(losses[0], row, strict=True))
         numbers = f"{settings['rate']:g} | {settings['max_ratio']:g} | {mean(row):.3f} ± {stdev(row):.3f}"
         print(f"| {settings['kind']} | {numbers} | {less} |")
-    print("seed 0:", ", ".join(f"{s['rate']:g} {runs.loss(**s, seed=0):.3f}" for s in uniform), "(uniform)")
-    tried = (f"{s['rate']:g} x{s['max_ratio']:g} {runs.loss(**s, seed=0):.3f}" for s in layerwise)
-    print("seed 0:", ", ".join(tried), "(layerwise)", flush=True)
+    for grid in tried:
+        losses = (f"{s['rate']:g} x {s['max_ratio']:g}: {runs.loss(**s, seed=0):.3f}" for s in grid)
+        print(f"\ntried with seed 0, {grid[0]['kind']}: {', '.join(losses)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,6 @@ class Size:
     batch_size: int
     learning_rate: float  # the base rate
     num_loops: int = 3
-    max_ratio: float = 3.0
 
     @property
     def step_tokens(self) -> int:
@@ -100,7 +99,7 @@ def train_model(config, size, blocks, steps, seed) -> dict:
     model = AutoModelForCausalLM.from_config(config)
     clock = StepClock()
     every = math.ceil(steps / 5 / RATE_UPDATES)
-    llr = HeavyTailLRCallback(max_ratio=size.max_ratio, every=every, ramp=every // 2)
+    llr = HeavyTailLRCallback(every=every, ramp=every // 2)
     with tempfile.TemporaryDirectory() as scratch:
         args = TrainingArguments(
             output_dir=scratch,

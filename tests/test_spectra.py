@@ -88,6 +88,13 @@ def test_weights_of_every_kind_are_drawn(tmp_path):
     assert is_png(tmp_path / "spectra.png") and is_png(tmp_path / "layerwise_lr.png")
 
 
+def test_a_weight_that_is_not_finite_is_named(tmp_path, capsys):
+    save_file({"layers.0.up_proj.weight": torch.full((40, 40), math.nan)}, tmp_path / "model.safetensors")
+    write_table(ROWS, tmp_path)
+    assert main(["spectra", str(tmp_path)]) == 2
+    assert "layers.0.up_proj.weight in" in (error := capsys.readouterr().err) and "not finite" in error
+
+
 def test_a_table_is_read_as_it_was_written(tmp_path):
     table = [*ROWS, Row(300, 'a "name", with a comma', math.pi, 1e-300, 0.1 + 0.2)]
     write_table(table, tmp_path)

@@ -90,12 +90,20 @@ def find_weights(folder: Path) -> list[Path]:
 
 
 def layer_spectra(files: list[Path], layers: list[str]) -> dict[str, torch.Tensor]:
-    """The eigenvalues of the layers that these files have."""
+    """
+    The eigenvalues of the layers that these files have.
+
+    Raises:
+        `ValueError`: a weight has an entry that is not finite; it is named.
+    """
     spectra = {}
     for file in files:
         with safe_open(file, framework="pt") as weights:
             for layer in set(layers).intersection(weights.keys()):
-                spectra[layer] = spectrum(weights.get_tensor(layer))
+                weight = weights.get_tensor(layer)
+                if not weight.isfinite().all():
+                    raise ValueError(f"{layer} in {file} has entries that are not finite: it has no spectrum")
+                spectra[layer] = spectrum(weight)
     return {layer: spectra[layer] for layer in layers if layer in spectra}
 
 

@@ -48,19 +48,71 @@ class DecoderInput:
         )
 
 
-@dataclass
-class MaskSpan:
-    """The key/values that a mask covers, in the form in which Transformers' mask functions ask a cache for them."""
+class GrowingLayer(DynamicLayer):
+    """
+    A dynamic cache layer that writes new key/values beside the old ones, into room kept for them, where
+    `DynamicLayer` copies all of them for every new token.
+    """
 
-    query_offset: int
-    length: int
-    offset: int
+    MIN_ROOM = 64  # positions
+    ROOM = 1 / 16  # of the length
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.query_offset
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.forget_room()
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.length, self.offset
+    def forget_room(self) -> None:
+        """Leave what is written so far untouched from now on: the next update makes a copy."""
+        self._buffers = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        old = [] if self.get_seq_length() == 0 else [self.keys, self.values]
+        if any(tensor.requires_grad for tensor in (key_states, value_states, *old)):
+            return super().update(key_states, value_states, *args, **kwargs)
+        length = self.get_seq_length()
+        end = length + key_states.shape[-2]
+        if not self._has_room(end):
+            self._make_room(key_states, value_states, end)
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, length:end] = new
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def _has_room(self, end: int) -> bool:
+        """Whether keys and values still lie at the beginning of the buffers, and `end` positions fit there."""
+        if self._buffers is None or self.get_seq_length() == 0:
+            return False
+        return all(
+            kept.data_ptr() == buffer.data_ptr() and kept.shape[0] == buffer.shape[0] and end <= buffer.shape[2]
+            for kept, buffer in zip((self.keys, self.values), self._buffers, strict=True)
+        )
+
+    def _make_room(self, key_states: torch.Tensor, value_states: torch.Tensor, end: int) -> None:
+        capacity = end + max(self.MIN_ROOM, int(self.ROOM * end))
+        length = self.get_seq_length()
+        buffers = []
+        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+            buffer = new.new_empty(*new.shape[:2], capacity, new.shape[3])
+            if length > 0:
+                buffer[:, :, :length] = kept
+            buffers.append(buffer)
+        self._buffers = tuple(buffers)
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """A sliding-window cache layer that lets go of the memory of a long input once only its end is kept."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        attended = super().update(key_states, value_states, *args, **kwargs)
+        if key_states.shape[-2] > 1 and not self.record_past:
+            self.keys, self.values = self.keys.clone(), self.values.clone()
+        return attended
 
 
 class AsymLoopCache(Cache):
@@ -102,12 +154,12 @@ class AsymLoopCache(Cache):
         self.pending: DecoderInput | None = None
         self._first_exact_position = 0
         self._global_is_fixed = False
-        super().__init__(layers=[DynamicLayer() for _ in range(config.num_encoder_layers)] + self._new_local_layers())
+        super().__init__(layers=[GrowingLayer() for _ in range(config.num_encoder_layers)] + self._new_local_layers())
 
     def _new_local_layers(self) -> list[CacheLayerMixin]:
         kept_loops = self.num_loops if self.local_kv == "per_loop" else 1
         window = self.config.local_window
-        new_layer = DynamicLayer if window in (None, 1) else lambda: DynamicSlidingWindowLayer(sliding_window=window)
+        new_layer = GrowingLayer if window in (None, 1) else lambda: WindowLayer(sliding_window=window)
         return [new_layer() for _ in range(kept_loops * self.config.num_decoder_layers)]
 
     @property
@@ -189,13 +241,6 @@ class AsymLoopCache(Cache):
             return self.num_pending + length
         return min(self.num_pending + length, reach + num_outputs)
 
-    def mask_spans(self, length: int, num_visited: int) -> tuple[MaskSpan, MaskSpan]:
-        """The global and the local key/values that the last `num_visited` positions see once `length` are added."""
-        end = self.get_seq_length() + length
-        skips = num_visited < self.num_pending + length
-        local_length = num_visited if skips else self._local_layers[0].get_mask_sizes(num_visited)[0]
-        return MaskSpan(end - num_visited, end, 0), MaskSpan(end - num_visited, local_length, end - local_length)
-
     def take_decoder_input(self, new: DecoderInput, num_visited: int, num_outputs: int) -> DecoderInput:
         """
         The decoder's input at the last `num_visited` of the pending and the new positions; none is pending any more.
@@ -253,6 +298,7 @@ class AsymLoopCache(Cache):
             fork.activate_past_recording()
         for ours, theirs in zip(self._global_layers, fork._global_layers, strict=True):
             if ours.is_initialized:
+                ours.forget_room()
                 theirs.lazy_initialization(ours.keys, ours.values)
                 theirs.keys, theirs.values = ours.keys, ours.values
         fork.pending = self.pending
@@ -261,7 +307,7 @@ class AsymLoopCache(Cache):
     def reset(self) -> None:
         """Empty every slot."""
         records_past = self._records_past
-        self.layers = [DynamicLayer() for _ in self._global_layers] + self._new_local_layers()
+        self.layers = [GrowingLayer() for _ in self._global_layers] + self._new_local_layers()
         if records_past:
             self.activate_past_recording()
         self.pending = None

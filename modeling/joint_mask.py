@@ -1,27 +1,113 @@
 """The mask of joint attention: which global and which local keys each position sees."""
 
-import torch
-from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from typing import NamedTuple
 
-from .cache_asymloop import AsymLoopCache
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    find_packed_sequence_indices,
+)
+from transformers.utils import is_tracing
+
 from .configuration_asymloop import AsymLoopConfig
 from .configuration_looped import require
 from .modeling_looped import check_padding
 
-Mask = torch.Tensor | None
+
+class JointMask(NamedTuple):
+    """
+    What joint attention hides besides the future. The last query is at the last key of each source.
+
+    Args:
+        window: a position sees its own local key and the `window - 1` before it; all of them if `None`. Where it sees
+            only its own, it sees it even if that is padding.
+        padding: of shape `(batch, keys)`, false at keys that are padding.
+        documents: of shape `(batch, length)`, the number of the packed document that a position belongs to; a position
+            sees its own document. Documents follow one another, and nothing is cached.
+        global_mask, local_mask: ready masks of shape `(batch or 1, heads or 1, queries, keys)`, boolean (true: is
+            seen) or additive, in the place of causality and everything above.
+    """
+
+    window: int | None = None
+    padding: Tensor | None = None
+    documents: Tensor | None = None
+    global_mask: Tensor | None = None
+    local_mask: Tensor | None = None
+
+    @property
+    def may_hide_all(self) -> bool:
+        """Whether there can be a query that sees no key at all."""
+        return self.padding is not None or self.global_mask is not None
+
+    def mean_over_tokens(self, tensor: Tensor) -> Tensor:
+        """The mean of a tensor of shape `(batch, heads, queries)` over the queries that are not padding."""
+        if self.padding is None:
+            return tensor.mean(-1)
+        is_token = self.padding[:, None, -tensor.shape[-1] :]
+        return (tensor * is_token).sum(-1) / is_token.sum(-1).clamp(min=1)
+
+
+NO_MASK = JointMask()
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean (true: is seen) or additive mask as additive numbers, the lowest of which is that of `dtype`."""
+    lowest = torch.finfo(dtype).min
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest)
+    return mask.clamp(min=lowest).to(dtype)
+
+
+def band(num_rows: int, num_columns: int, window: int | None, like: Tensor, row_offset: int | None = None) -> Tensor:
+    """
+    The additive mask of causality and a window, of shape `(rows, columns)` and of the dtype and device of `like`.
+
+    Args:
+        row_offset: the column at the position of the first row; by default the last row is at the last column.
+    """
+    row_offset = num_columns - num_rows if row_offset is None else row_offset
+    rows = torch.arange(row_offset, row_offset + num_rows, device=like.device)[:, None]
+    columns = torch.arange(num_columns, device=like.device)
+    seen = columns <= rows
+    if window is not None:
+        seen &= columns > rows - window
+    return additive(seen, like.dtype)
+
+
+def dense(mask: JointMask, query: Tensor, global_keys: Tensor, local_keys: Tensor) -> Tensor:
+    """The whole mask over `[global ; local]`, additive and of shape `(batch or 1, heads or 1, queries, keys)`."""
+    sources = ((global_keys, None, mask.global_mask), (local_keys, mask.window, mask.local_mask))
+    masks = [_dense_source(mask, query, keys, window, given) for keys, window, given in sources]
+    shape = [max(sizes) for sizes in zip(*(part.shape[:3] for part in masks), strict=True)]
+    return torch.cat([part.expand(*shape, -1) for part in masks], dim=-1)
+
+
+def _dense_source(mask: JointMask, query: Tensor, keys: Tensor, window: int | None, given: Tensor | None) -> Tensor:
+    if given is not None:
+        return additive(given, query.dtype)
+    seen = band(query.shape[2], keys.shape[2], window, query)[None, None]
+    if mask.padding is not None and window != 1:
+        padding = additive(mask.padding[:, None, None, -keys.shape[2] :], query.dtype)
+        seen = torch.minimum(seen, padding)
+    if mask.documents is not None:
+        same = mask.documents[:, None, :, None] == mask.documents[:, None, None, :]
+        seen = torch.minimum(seen, additive(same, query.dtype))
+    return seen
 
 
 def joint_masks(
     config: AsymLoopConfig,
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | dict[str, torch.Tensor] | None,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | dict[str, Tensor] | None,
     position_ids: torch.LongTensor,
     cache: Cache | None,
     num_visited: int,
-) -> tuple[Mask, Mask]:
+) -> tuple[Tensor | None, JointMask]:
     """
-    The mask of the encoder and that of the decoder's last `num_visited` positions over `[global ; local]`.
+    The mask of the encoder and that of the decoder's last `num_visited` positions.
 
     Args:
         inputs_embeds: of shape `(batch, length, hidden_size)`; for the sizes and the dtype.
@@ -29,91 +115,72 @@ def joint_masks(
             `(batch, heads or 1, length, keys)`, with a window one for `"full_attention"` and one for
             `"sliding_attention"`, as `generate` makes them for a static cache.
 
-    Returns:
-        Two masks of shape `(batch, heads or 1, queries, keys)`, boolean or additive as the attention implementation
-        wants them, or `None` where everything allowed by causality is seen.
-
     Raises:
         `ValueError`: an attention mask of another shape.
     """
     full, local = _by_layer_type(config, attention_mask)
-    full, local = (_checked(config, mask, inputs_embeds, cache, num_visited) for mask in (full, local))
+    for mask in (full, local):
+        _check(mask, inputs_embeds, cache, num_visited)
+    full, local = (_in_kind_of(config, mask, inputs_embeds.dtype) for mask in (full, local))
     encoder_mask = create_causal_mask(config, inputs_embeds, full, cache, position_ids)
-    full, local = (_last_rows(mask, num_visited) for mask in (full, local))
-    spans = (cache, cache)
-    if isinstance(cache, AsymLoopCache):
-        spans = cache.mask_spans(inputs_embeds.shape[1], num_visited)
-    visited = inputs_embeds.new_empty((inputs_embeds.shape[0], num_visited, 0))
+    if full is not None and full.dim() == 4:
+        return encoder_mask, _ready(config, *(mask[..., -num_visited:, :] for mask in (full, local)))
+    if cache is not None and cache.is_compileable:
+        return encoder_mask, _static_mask(config, inputs_embeds, full, position_ids, cache)
+    documents = None
+    if full is None and cache is None:
+        documents = find_packed_sequence_indices(position_ids.expand(inputs_embeds.shape[0], -1))
+    padding = None if full is None or (not is_tracing(full) and full.all()) else full.bool()
+    return encoder_mask, JointMask(config.local_window, padding, documents)
 
-    def source_masks(may_skip: bool) -> tuple[Mask, Mask]:
-        options = {"position_ids": position_ids, "allow_is_causal_skip": may_skip}
-        global_mask = create_causal_mask(config, visited, full, spans[0], layer_idx=0, **options)
-        if config.local_window == 1:
-            return global_mask, None if global_mask is None else self_only_mask(global_mask)
-        create_mask = create_causal_mask if config.local_window is None else create_sliding_window_causal_mask
+
+def _static_mask(
+    config: AsymLoopConfig, inputs_embeds: Tensor, padding: Tensor | None, position_ids: Tensor, cache: Cache
+) -> JointMask:
+    """The mask over a cache that has room for more than the keys written so far."""
+    options = {"position_ids": position_ids, "allow_is_causal_skip": False}
+    global_mask = create_causal_mask(config, inputs_embeds, padding, cache, layer_idx=0, **options)
+    create_mask = create_causal_mask if config.local_window is None else create_sliding_window_causal_mask
+    local_mask = None
+    if config.local_window != 1:
         first_local_slot = config.num_encoder_layers
-        return global_mask, create_mask(config, visited, local, spans[1], layer_idx=first_local_slot, **options)
-
-    # Only a single position that sees every key of both sources can do without a mask.
-    masks = source_masks(may_skip=num_visited == 1)
-    if all(mask is None for mask in masks):
-        return encoder_mask, None
-    if any(mask is None for mask in masks):
-        masks = source_masks(may_skip=False)
-    return encoder_mask, torch.cat(masks, dim=-1)
+        local_mask = create_mask(config, inputs_embeds, padding, cache, layer_idx=first_local_slot, **options)
+    return _ready(config, global_mask, local_mask)
 
 
-def self_only_mask(global_mask: torch.Tensor) -> torch.Tensor:
-    """
-    The local mask of a window of 1: every position sees itself only.
-
-    Args:
-        global_mask: mask of shape `(batch, heads or 1, length, keys)`, boolean (true: is seen) or additive.
-
-    Returns:
-        A mask of shape `(batch, heads or 1, length, length)` of the same kind.
-    """
-    length = global_mask.shape[-2]
-    seen = torch.eye(length, dtype=torch.bool, device=global_mask.device).expand(*global_mask.shape[:-1], length)
-    return seen if global_mask.dtype == torch.bool else _additive(seen, global_mask.dtype)
+def _ready(config: AsymLoopConfig, global_mask: Tensor, local_mask: Tensor | None) -> JointMask:
+    if config.local_window == 1:  # a position sees its own local key, whatever the global mask says
+        return JointMask(window=1, global_mask=global_mask)
+    return JointMask(global_mask=global_mask, local_mask=local_mask)
 
 
-def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-
-
-def _by_layer_type(config: AsymLoopConfig, attention_mask: torch.Tensor | dict | None) -> tuple[Mask, Mask]:
+def _by_layer_type(
+    config: AsymLoopConfig, attention_mask: Tensor | dict | None
+) -> tuple[Tensor | None, Tensor | None]:
     """The masks that global and local KV start from."""
     windowed = config.local_window not in (None, 1)
     if isinstance(attention_mask, dict):
         kinds = ("full_attention", "sliding_attention" if windowed else "full_attention")
         complete = all(kind in attention_mask for kind in kinds)
         require(complete, "attention_mask", sorted(attention_mask), f"a dictionary with {' and '.join(set(kinds))}")
-        return attention_mask[kinds[0]], attention_mask[kinds[1]]
+        return [attention_mask[kind] for kind in kinds]
     if windowed and attention_mask is not None and attention_mask.dim() == 4:
         raise ValueError(
             "attention_mask of 4 dimensions is not allowed with `local_window`: it must be a dictionary with one mask "
             "for 'full_attention' and one for 'sliding_attention'."
         )
-    return attention_mask, attention_mask
+    return [attention_mask, attention_mask]
 
 
-def _checked(
-    config: AsymLoopConfig, mask: Mask, inputs_embeds: torch.Tensor, cache: Cache | None, num_visited: int
-) -> Mask:
-    """A mask of an allowed shape; a ready one in the kind that the attention implementation adds or applies."""
-    if mask is None:
-        return None
-    if mask.dim() != 4:
-        check_padding(mask, inputs_embeds, cache)
-        return mask
+def _check(mask: Tensor | None, inputs_embeds: Tensor, cache: Cache | None, num_visited: int) -> None:
+    if mask is None or mask.dim() != 4:
+        return check_padding(mask, inputs_embeds, cache)
     rows = mask.shape[-2]
     require(rows >= num_visited, "attention_mask.shape[-2]", rows, f"{num_visited}, the positions that are visited")
-    if mask.is_floating_point():
+
+
+def _in_kind_of(config: AsymLoopConfig, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A ready mask in the kind that the encoder's attention implementation adds or applies."""
+    if mask is None or mask.dim() != 4 or mask.is_floating_point():
         return mask
-    seen = mask.bool()
-    return _additive(seen, inputs_embeds.dtype) if config._attn_implementation == "eager" else seen
-
-
-def _last_rows(mask: Mask, num_visited: int) -> Mask:
-    return mask[..., -num_visited:, :] if mask is not None and mask.dim() == 4 else mask
+    return additive(mask.bool(), dtype) if config._attn_implementation == "eager" else mask.bool()

@@ -1,6 +1,7 @@
 """AsymLoop, the asymmetric looped transformer: a causal encoder runs once, a weight-tied decoder loops over it."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
@@ -20,8 +21,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_asymloop import AsymLoopCache, DecoderInput
 from .configuration_asymloop import AsymLoopConfig
 from .configuration_looped import is_positive_int, require
-from .joint_attention import JointKeyValues, KeyValueRecorder
-from .joint_mask import joint_masks
+from .joint_layers import JointAttentionConfig, JointKeyValues, KeyValueRecorder
+from .joint_mask import JointMask, joint_masks
 from .modeling_looped import (
     CACHE_NAME,
     LoopedCausalLM,
@@ -50,11 +51,22 @@ class AsymLoopEncoderLayer(LlamaDecoderLayer):
 class AsymLoopDecoderLayer(LlamaDecoderLayer):
     """An ordinary causal layer whose attention reads global and local KV through one softmax."""
 
+    def __init__(self, config: AsymLoopConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.self_attn.config = JointAttentionConfig(config)
+
     def forward(
-        self, hidden_states: torch.Tensor, global_keys: torch.Tensor, global_values: torch.Tensor, slot: int, **kwargs
-    ) -> torch.Tensor:
-        key_values = JointKeyValues(global_keys, global_values, kwargs.pop(CACHE_NAME), slot)
-        return super().forward(hidden_states, **{CACHE_NAME: key_values}, **kwargs)
+        self,
+        hidden_states: torch.Tensor,
+        global_keys: torch.Tensor,
+        global_values: torch.Tensor,
+        slot: int,
+        output_attention_share: bool = False,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        sources = JointKeyValues(global_keys, global_values, kwargs.pop(CACHE_NAME), slot, output_attention_share)
+        hidden_states = super().forward(hidden_states, sources=sources, **{CACHE_NAME: sources}, **kwargs)
+        return hidden_states, sources.global_share
 
 
 class AsymLoopEncoder(nn.Module):
@@ -84,19 +96,23 @@ class AsymLoopDecoder(nn.Module):
         global_kv: GlobalKeyValues,
         num_loops: int,
         cache: Cache | None,
+        attention_mask: JointMask,
         **kwargs,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """The last states and, if wanted, the mean share of attention to the global KV in each visit."""
         num_global, num_local = self.config.num_encoder_layers, self.config.num_decoder_layers
         global_kv_map = self.config.global_kv_map
         # A position with a window of 1 reads no local KV but its own, so there is nothing to cache.
         cache = None if self.config.local_window == 1 else cache
-        states = decoder_input.states
+        kwargs |= {CACHE_NAME: cache, "attention_mask": attention_mask}
+        states, shares = decoder_input.states, []
         for loop in range(num_loops):
             states = self._inject(states, decoder_input, loop)
             for j, layer in enumerate(self.layers):
                 slot = num_global + loop * num_local + j
-                states = layer(states, *global_kv[global_kv_map[j]], slot, **{CACHE_NAME: cache}, **kwargs)
-        return states
+                states, share = layer(states, *global_kv[global_kv_map[j]], slot, **kwargs)
+                shares.append(None if share is None else attention_mask.mean_over_tokens(share))
+        return states, shares
 
     def _inject(self, states: torch.Tensor, decoder_input: DecoderInput, loop: int) -> torch.Tensor:
         injection = self.config.input_injection
@@ -105,6 +121,25 @@ class AsymLoopDecoder(nn.Module):
         if injection == "embedding" and (loop > 0 or self.config.decoder_init == "encoder"):
             return states + decoder_input.inputs_embeds
         return states
+
+
+@dataclass
+class AsymLoopModelOutputWithPast(BaseModelOutputWithPast):
+    """
+    Args (those of `BaseModelOutputWithPast`, and):
+        attention_share (`tuple[torch.FloatTensor]`, with `output_attention_share=True`): for each visit of a decoder
+            layer, in slot order, the mean share of attention that goes to the global KV, of shape
+            `(batch, num_attention_heads)`; over the visited positions that are not padding, without a gradient.
+    """
+
+    attention_share: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class AsymLoopCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """As `CausalLMOutputWithPast`; `attention_share` is that of [`AsymLoopModelOutputWithPast`]."""
+
+    attention_share: tuple[torch.FloatTensor, ...] | None = None
 
 
 class AsymLoopPreTrainedModel(LoopedPreTrainedModel):
@@ -147,17 +182,21 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         num_loops: int | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         past_key_values: Cache | None = None,
+        output_attention_share: bool = False,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> AsymLoopModelOutputWithPast:
         """
         Args (those of `LlamaModel`, and):
             num_loops: loops to run, more or fewer than `config.num_loops`; with an `AsymLoopCache`, its own number.
             logits_to_keep: how many of the last states will be used (0 for all). With a windowed model and an
                 `AsymLoopCache` the decoder visits, and returns, only the positions that can influence them.
             past_key_values: another name of `cache`, for Transformers before 5.24.
+            output_attention_share: return how much of its attention each visit of a decoder layer gives to the global
+                KV.
 
         Returns:
-            The normalised states of shape `(batch, length, hidden_size)` after the last loop, and the cache.
+            The normalised states of shape `(batch, length, hidden_size)` after the last loop, the cache and, if
+            wanted, the attention shares.
 
         Raises:
             `ValueError`: `num_loops` is not a positive integer, or the cache was made for other layers or loops.
@@ -165,19 +204,27 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         cache = one_cache(cache, past_key_values)
         num_loops = self._check_loops(num_loops, cache)
         inputs_embeds = embed(self, input_ids, inputs_embeds)
+        # As in Transformers, positions alone mark packed documents, and only where no cache is given.
+        may_be_packed = position_ids is not None and attention_mask is None and cache is None
+        if use_cache and cache is None:
+            cache = AsymLoopCache(self.config, num_loops)
         if position_ids is None:
             position_ids = next_position_ids(inputs_embeds, cache)
         check_position_ids(position_ids, inputs_embeds)
 
-        length = inputs_embeds.shape[1]
-        num_outputs = logits_to_keep if isinstance(logits_to_keep, int) and 0 < logits_to_keep < length else length
-        num_visited = cache.plan_decoding(length, num_outputs) if isinstance(cache, AsymLoopCache) else length
-        # Masks come before a cache of our own: Transformers finds packed documents only where there is none.
+        length = num_visited = num_outputs = inputs_embeds.shape[1]
+        if isinstance(cache, AsymLoopCache) and not may_be_packed:
+            if isinstance(logits_to_keep, int) and 0 < logits_to_keep < length:
+                num_outputs = logits_to_keep
+            num_visited = cache.plan_decoding(length, num_outputs)
         encoder_mask, joint_mask = joint_masks(
-            self.config, inputs_embeds, attention_mask, position_ids, cache, num_visited
+            self.config,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            None if may_be_packed else cache,
+            num_visited,
         )
-        if use_cache and cache is None:
-            cache = AsymLoopCache(self.config, num_loops)
 
         decoder_input, global_kv, position_embeddings = self._encode(
             inputs_embeds, encoder_mask, position_ids, cache, use_cache=use_cache, **kwargs
@@ -188,19 +235,23 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
             position_embeddings = self.rotary_emb(decoder_input.states, decoder_input.position_ids)
 
         with cache.decoding() if isinstance(cache, AsymLoopCache) else nullcontext():
-            hidden_states = self.decoder(
+            hidden_states, shares = self.decoder(
                 decoder_input,
                 global_kv,
                 num_loops,
                 cache,
-                attention_mask=joint_mask,
+                joint_mask,
+                output_attention_share=output_attention_share,
                 position_ids=decoder_input.position_ids,
                 position_embeddings=position_embeddings,
                 use_cache=use_cache,
                 **kwargs,
             )
-        hidden_states = self.norm(hidden_states[:, -length:])
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_NAME: cache})
+        return AsymLoopModelOutputWithPast(
+            last_hidden_state=self.norm(hidden_states[:, -length:]),
+            attention_share=tuple(shares) if output_attention_share else None,
+            **{CACHE_NAME: cache},
+        )
 
     def encode(
         self,
@@ -292,6 +343,10 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
 
 
 class AsymLoopForCausalLM(LoopedCausalLM, AsymLoopPreTrainedModel, GenerationMixin):
+    """The language model. `output_attention_share=True` is passed on to [`AsymLoopModel`]."""
+
+    _output_class = AsymLoopCausalLMOutputWithPast
+
     def encode(self, *args, **kwargs) -> AsymLoopCache:
         """Run the encoder alone: see [`AsymLoopModel.encode`]."""
         return self.model.encode(*args, **kwargs)

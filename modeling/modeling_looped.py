@@ -140,6 +140,7 @@ class LoopedCausalLM:
     """The causal language model on top of a looped model; subclasses add it to their base class."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _output_class = CausalLMOutputWithPast
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config):
@@ -190,13 +191,8 @@ class LoopedCausalLM:
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            **{CACHE_NAME: outputs.get(CACHE_NAME)},
-        )
+        rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+        return self._output_class(loss=loss, logits=logits, **rest)
 
     def _outputs_wanted(self, logits_to_keep: int | torch.Tensor) -> dict:
         """What to tell the base model about the outputs that will be used."""

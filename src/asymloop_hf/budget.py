@@ -1,7 +1,5 @@
 """The budget of a model and of its matched partner: parameters, depth, FLOPs and cache bytes per token."""
 
-import argparse
-import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
@@ -165,23 +163,3 @@ def format_table(budgets: dict[str, Budget], context: int, window: int) -> str:
         values = [column[field] for column in columns.values()]
         rows.append((label, *("-" if value is None else f"{value:,.0f}" for value in values)))
     return "\n".join(f"{label:<40}" + "".join(f"{value:>20}" for value in values) for label, *values in rows)
-
-
-def inspect(arguments: argparse.Namespace) -> None:
-    """The command `asymloop inspect`."""
-    config = load_config(arguments.model)
-    context = config.max_position_embeddings if arguments.context is None else arguments.context
-    budgets = matched_budgets(config, context)
-    if arguments.json:
-        print(json.dumps({"context": context, **{name: asdict(costs) for name, costs in budgets.items()}}, indent=2))
-    else:
-        print(format_table(budgets, context, getattr(config, "local_window", None) or EXAMPLE_WINDOW))
-
-
-def add_command(commands: argparse._SubParsersAction) -> None:
-    """Add `asymloop inspect` to the console command."""
-    parser = commands.add_parser("inspect", help="parameters, depth, FLOPs and cache bytes of a model and its partner")
-    parser.add_argument("model", help=f"a preset ({', '.join(PRESETS)}), a checkpoint folder or a hub name")
-    parser.add_argument("--context", type=int, help="tokens in the sequence (default: the longest of the model)")
-    parser.add_argument("--json", action="store_true", help="print json instead of a table")
-    parser.set_defaults(run=inspect)

@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from . import budget, demo, spectra
+from . import demo, inspection, spectra
 
-COMMANDS = (demo, budget, spectra)
+COMMANDS = (demo, inspection, spectra)
 USER_ERRORS = (ValueError, OSError)
 
 

@@ -35,7 +35,6 @@ from asymloop_hf.tokenizer import train_tokenizer
 BLOCK, BATCH, HELD_OUT_BLOCKS, VOCABULARY = 256, 2, 64, 4096
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)  # of the uniform rate
 SHARES = (0.25, 0.5, 1.0)  # of the best of them, as base rate of the layerwise rates
-RATIOS = (2.0, 5.0)
 SETTINGS = {
     "layerwise": {},
     "embeddings only": {"until": 0.0},
@@ -126,13 +125,13 @@ class Runs:
         return loss
 
 
-def compare(runs: Runs, model: str, seeds: int) -> None:
+def compare(runs: Runs, model: str, seeds: int, ratios: list[float]) -> None:
     """Choose with seed 0, then print mean and spread over the other seeds as the rows of a table."""
     uniform = [{"model": model, "kind": "uniform", "rate": rate, "max_ratio": 1.0} for rate in RATES]
     best = min(uniform, key=lambda settings: runs.loss(**settings, seed=0))
     tried, chosen = [uniform], {}
     for kind in ("layerwise", "embeddings only"):
-        grid = itertools.product(SHARES, RATIOS)
+        grid = itertools.product(SHARES, ratios)
         tried.append([{"model": model, "kind": kind, "rate": best["rate"] * s, "max_ratio": r} for s, r in grid])
         chosen[kind] = min(tried[-1], key=lambda settings: runs.loss(**settings, seed=0))
     compared = [best, *chosen.values(), chosen["layerwise"] | {"kind": "reverse"}]
@@ -155,8 +154,9 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3, help="besides the one that chooses")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[2.0, 5.0], help="largest ratios to try")
     arguments = parser.parse_args()
     disable_progress_bar()
     all_runs = Runs(arguments.output, arguments.steps, arguments.width)
     for name in arguments.models:
-        compare(all_runs, name, arguments.seeds)
+        compare(all_runs, name, arguments.seeds, arguments.ratios)

@@ -128,3 +128,9 @@ def test_bad_input(weight, problem):
 def test_no_gradient_is_kept():
     weight = torch.randn(6, 6, requires_grad=True)
     assert not heavy_tail_alpha(weight).requires_grad
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_the_scale_does_not_matter_however_far_it_goes(scale):
+    weight = torch.randn(40, 40, dtype=torch.float64)
+    torch.testing.assert_close(heavy_tail_alpha(scale * weight), heavy_tail_alpha(weight))

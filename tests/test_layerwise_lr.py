@@ -625,3 +625,60 @@ def test_a_weight_that_is_not_finite_is_named(value, tmp_path):
 def test_the_small_models_of_the_other_tests_have_matrices_too():
     kinds = {group["kind"] for group in layer_groups(AsymLoopForCausalLM(asymloop_config()), 0.1, 5)}
     assert kinds == {"matrix", "small matrix", "embeddings", "norms"}
+
+
+def test_biases_of_experts_convolutions_and_position_embeddings_are_no_matrices():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+            self.experts_bias = nn.Parameter(torch.randn(40, 64))
+            self.position_embeddings = nn.Parameter(torch.randn(1, 65, 64))
+            self.conv = nn.Conv1d(64, 64, 33)
+
+    kinds = {group["name"]: group["kind"] for group in layer_groups(Model(), 0.1, 5)}
+    assert kinds.pop("linear.weight") == "matrix"
+    assert set(kinds.values()) == {"biases", "small matrix"}
+    assert kinds["conv.weight"] == kinds["position_embeddings"] == "small matrix"
+
+
+def test_a_callback_that_an_earlier_trainer_had_is_missed_too(tmp_path):
+    llr = HeavyTailLRCallback(every=2, ramp=1, until=1.0)
+    make_trainer(llama(), tmp_path / "first", llr, max_steps=3).train()
+    args = arguments(tmp_path / "second", max_steps=3)
+    trainer = Trainer(
+        model=llama(), args=args, train_dataset=documents(), optimizer_cls_and_kwargs=llr.optimizer(args)
+    )
+    with pytest.raises(ValueError, match="callbacks="):
+        trainer.train()
+
+
+def test_a_ramp_is_not_gone_through_again_when_train_is_called_again(tmp_path):
+    llr = HeavyTailLRCallback(max_ratio=4, every=4, ramp=4, until=1.0)
+    trainer = make_trainer(llama(), tmp_path, llr, max_steps=6)
+    trainer.train()
+    trainer.args.max_steps = 3
+    factors = []
+
+    class Recorder(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            factors.append([group["factor"] for group in optimizer.param_groups])
+
+    trainer.add_callback(Recorder())
+    trainer.train()
+    assert factors[0] == factors[1] == factors[2]
+
+
+def test_a_subclass_goes_ahead_of_the_reporters_too(tmp_path):
+    class Quiet(HeavyTailLRCallback):
+        def on_train_begin(self, *args, **kwargs):
+            super().on_train_begin(*args, **kwargs)
+
+    seen = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.extend(key for key in logs if key.startswith("alpha/"))
+
+    make_trainer(llama(), tmp_path, Quiet(every=2, ramp=1, until=1.0), callbacks=[Reporter()], max_steps=5).train()
+    assert seen

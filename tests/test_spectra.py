@@ -75,7 +75,7 @@ def test_the_spectra_of_weights_in_several_files(tmp_path):
     found = spectra.layer_spectra(files, layers)
     assert list(found) == layers[:2]
     for layer, eigenvalues in found.items():
-        assert tail_exponent(eigenvalues) == heavy_tail_alpha(model.get_parameter(layer))
+        torch.testing.assert_close(tail_exponent(eigenvalues), heavy_tail_alpha(model.get_parameter(layer)))
 
 
 def test_weights_of_every_kind_are_drawn(tmp_path):
@@ -109,7 +109,7 @@ def test_where_there_is_nothing_to_show(tmp_path, capsys):
     write_table(ROWS, tmp_path)
     (tmp_path / "file").touch()
     assert main(["spectra", str(tmp_path), "--output", str(tmp_path / "file")]) == 2
-    assert "File exists" in capsys.readouterr().err
+    assert "it must be a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -126,3 +126,28 @@ def test_a_file_that_is_no_table(content, problem, tmp_path):
     (tmp_path / "layerwise_lr.csv").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=problem):
         read_table(tmp_path)
+
+
+def test_the_later_of_two_tables_is_shown(tmp_path, capsys):
+    checkpoint = tmp_path / "checkpoint-300"
+    checkpoint.mkdir()
+    write_table(ROWS[:2], tmp_path)
+    write_table(ROWS, checkpoint)
+    assert main(["spectra", str(tmp_path)]) == 0
+    assert "the last at step 200" in capsys.readouterr().out
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path, capsys):
+    write_table(ROWS, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert main(["spectra", str(tmp_path)]) == 2
+    assert "model.safetensors is not a safetensors file" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").rename(tmp_path / "file")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert main(["spectra", str(tmp_path)]) == 2
+    assert "is not an index of safetensors files" in capsys.readouterr().err
+    assert main(["spectra", str(tmp_path), "--output", str(tmp_path / "file")]) == 2
+    assert "output=" in capsys.readouterr().err
+    (tmp_path / "layerwise_lr.csv").write_bytes(b"\xff\xfe")
+    assert main(["spectra", str(tmp_path)]) == 2
+    assert "layerwise_lr.csv is not a table of UTF-8 text" in capsys.readouterr().err

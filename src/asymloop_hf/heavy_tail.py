@@ -26,7 +26,8 @@ def heavy_tail_alpha(weight: torch.Tensor) -> torch.Tensor:
     Returns:
         Float64, `()` or `(batch,)`. `nan` where there is no tail to fit: the median eigenvalue is zero up to rounding
         (a zero or a constant matrix, a rank of half of `N` or less), the eigenvalues above it are all equal (to five
-        digits: an orthogonal matrix), or `N` is 1.
+        digits: an orthogonal matrix), or `N` is 1. In bfloat16, rounding fills a missing rank with noise, which this
+        does not tell from a spectrum.
 
     Raises:
         `ValueError`: `weight` has another number of dimensions, no entries, is not of a floating-point dtype, or has
@@ -38,7 +39,9 @@ def heavy_tail_alpha(weight: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"weight of dtype {weight.dtype}: it must be of a floating-point dtype")
     if not weight.isfinite().all():
         raise ValueError("weight has entries that are not finite")
-    return tail_exponent(spectrum(weight))
+    wide = weight.detach().to(torch.float64)
+    largest = wide.abs().amax((-2, -1), keepdim=True)  # its square must neither overflow nor vanish
+    return tail_exponent(spectrum(wide / largest.where(largest > 0, 1.0)))
 
 
 def spectrum(weight: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,11 @@ def layer_groups(model: nn.Module, weight_decay: float, embedding_factor: float)
       with both sides of a matrix at least 32. It also has what an update of its rate leaves: the last estimate `alpha`
       (`nan` before the first), and `ramp_from`, `ramp_to` and `ramp_start`, its factors and its step.
     - `"small matrix"`: any other weight of two or more dimensions, alone in its group at the base rate: too few
-      eigenvalues for an estimate. LoRA adapters of rank below 32 are here, and convolutions.
+      eigenvalues for an estimate. LoRA adapters of rank below 32 are here, convolutions, and position embeddings
+      `(1, length, dim)`.
     - `"embeddings"`: the weights of `nn.Embedding` and the head, at `embedding_factor`.
-    - `"norms"` and `"biases"`: the weights of one dimension, at the base rate.
+    - `"norms"` and `"biases"`: the weights of one dimension, and biases of more such as those of fused experts, at the
+      base rate.
 
     Tied weights are in one group once; frozen parameters are in none. `name` is the parameter's name, or the kind.
 
@@ -33,11 +35,13 @@ def layer_groups(model: nn.Module, weight_decay: float, embedding_factor: float)
     """
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     embeddings = _embeddings(model)
+    convolutions = {module.weight for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)}
     groups = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         kind = "embeddings" if parameter in embeddings else _kind(name, parameter)
+        kind = "small matrix" if parameter in convolutions else kind
         alone = kind in ("matrix", "small matrix")
         group = groups.setdefault(
             name if alone else (kind, name in decayed),
@@ -67,8 +71,11 @@ def _embeddings(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _kind(name: str, parameter: nn.Parameter) -> str:
+    if "bias" in name.split(".")[-1]:
+        return "biases"
     if parameter.ndim < 2:
-        return "biases" if name.endswith("bias") else "norms"
-    if parameter.ndim > 3 or min(parameter.shape[-2:]) < SMALLEST_SIDE:
+        return "norms"
+    is_one = parameter.ndim == 2 or (parameter.ndim == 3 and parameter.shape[0] > 1)
+    if not is_one or min(parameter.shape[-2:]) < SMALLEST_SIDE:
         return "small matrix"
     return "matrix"

@@ -84,7 +84,7 @@ class HeavyTailLRCallback(TrainerCallback):
         require(isinstance(reverse, bool), "reverse", reverse, "True or False")
         self.max_ratio, self.every, self.ramp, self.until = max_ratio, every, ramp, until
         self.source, self.map, self.scope, self.reverse = source, map, scope, reverse
-        self._attached = False
+        self._attached_to = None
         self._unreported = {}
 
     def optimizer(self, args: TrainingArguments, name: str = "adamw") -> tuple:
@@ -111,6 +111,7 @@ class HeavyTailLRCallback(TrainerCallback):
         )
         require(args.deepspeed_plugin is None, "deepspeed", args.deepspeed, "None: DeepSpeed flattens the parameters")
         _, settings = Trainer.get_optimizer_cls_and_kwargs(args)
+        # Trainer calls what it takes for a class without arguments, and the result with the model and these settings.
         return lambda: self._make_optimizer, {"name": name, "weight_decay": args.weight_decay, "settings": settings}
 
     def _make_optimizer(self, model, name: str, weight_decay: float, settings: dict) -> torch.optim.Optimizer:
@@ -129,7 +130,7 @@ class HeavyTailLRCallback(TrainerCallback):
     def _apply_factors(self, optimizer, *_) -> None:
         """Each group's own rate while a step lasts: between steps, schedule and checkpoint see the base rate."""
         for group in optimizer.param_groups:
-            if group["lr"] and not self._attached:
+            if group["lr"] and optimizer is not self._attached_to:
                 raise ValueError("callbacks=[...] must have the HeavyTailLRCallback that made the optimizer")
             group["base_lr"] = group["lr"]
             group["lr"] *= group["factor"]
@@ -142,9 +143,12 @@ class HeavyTailLRCallback(TrainerCallback):
             type(getattr(optimizer, "optimizer", optimizer)).__name__,
             "the one of this callback: Trainer(optimizer_cls_and_kwargs=llr.optimizer(args), callbacks=[llr])",
         )
-        for group in groups:  # a checkpoint may be of another `max_ratio`
-            group["factor"] = float(self.max_ratio) if group["kind"] == "embeddings" else group["factor"]
-        self._attached = True
+        for group in groups:
+            if group["kind"] == "embeddings":  # a checkpoint may be of another `max_ratio`
+                group["factor"] = float(self.max_ratio)
+            elif group["kind"] == "matrix" and state.global_step == 0:  # a ramp that `train` began when last called
+                group["ramp_from"] = group["ramp_to"]
+        self._attached_to = getattr(optimizer, "optimizer", optimizer)
         self._go_ahead_of_reporters()
         if not self._updates_at(self.every, state.max_steps):
             settings = f"every={self.every} and until={self.until} of {state.max_steps} steps"
@@ -161,7 +165,7 @@ class HeavyTailLRCallback(TrainerCallback):
         return step > 0 and step % self.every == 0 and step / max_steps <= self.until
 
     def _ramped(self, group: dict, step: int) -> float:
-        steps = step - group["ramp_start"] + 1  # below 1 where `train` is called again: the ramp was in an earlier run
+        steps = step - group["ramp_start"] + 1
         if 0 < steps < self.ramp:
             return group["ramp_from"] + (group["ramp_to"] - group["ramp_from"]) * steps / self.ramp
         return group["ramp_to"]
@@ -215,15 +219,17 @@ class HeavyTailLRCallback(TrainerCallback):
         Trainer calls its reporters (TensorBoard, trackio, wandb) before the callbacks that it is given, so they would
         not see what `on_log` adds. A callback gets no reference to the list: it is that of the calling handler.
         """
-        handler = inspect.currentframe().f_back.f_back.f_locals.get("self")
-        if isinstance(handler, CallbackHandler):
-            handler.callbacks.sort(key=lambda callback: callback is not self)
+        frame = inspect.currentframe()
+        while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+            frame = frame.f_back
+        if frame is not None:
+            frame.f_locals["self"].callbacks.sort(key=lambda callback: callback is not self)
 
 
 def rate_factors(alphas: dict[str, float], max_ratio: float, map: str = "linear", reverse: bool = False) -> dict:
     """
-    Each layer's rate over the base rate, from 1 to `max_ratio`, by the rank of its alpha as `HeavyTailLRCallback`
-    says. It is 1 where alpha is `nan`, and for all where all are equal.
+    Each layer's rate over the base rate, from 1 to `max_ratio`, linear in its mapped alpha as
+    `HeavyTailLRCallback` says. It is 1 where alpha is `nan`, and for all where all are equal.
     """
     positions = {name: MAPS[map](alpha) for name, alpha in alphas.items() if not math.isnan(alpha)}
     low, high = min(positions.values(), default=0.0), max(positions.values(), default=0.0)

@@ -69,8 +69,11 @@ def read_table(folder) -> list[Row]:
         `ValueError`: the file is not such a table, or has no row.
     """
     path = Path(folder) / TABLE
-    with open(path, encoding="utf-8", newline="") as file:
-        header, *lines = list(csv.reader(file)) or [[]]
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            header, *lines = list(csv.reader(file)) or [[]]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a table of UTF-8 text: {error}") from None
     columns = ", ".join(Row._fields)
     if tuple(header) != Row._fields or not lines:
         raise ValueError(f"{path} is not a table with the columns {columns} and a row for each layer and update")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -20,16 +20,16 @@ PANELS_A_ROW = 7  # the matrices of a Llama layer
 
 def find_table(folder: Path) -> Path:
     """
-    The folder with `layerwise_lr.csv`: `folder`, or its last checkpoint.
+    The folder with `layerwise_lr.csv`: `folder` or its last checkpoint, whichever has the later update.
 
     Raises:
         `FileNotFoundError`: there is no such folder, or no table in it.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{str(folder)!r} is not a folder; a run's output folder or a checkpoint is needed")
-    for place in _places(folder):
-        if (place / TABLE).is_file():
-            return place
+    places = [place for place in _places(folder) if (place / TABLE).is_file()]
+    if places:
+        return max(places, key=lambda place: max(row.step for row in read_table(place)))
     raise FileNotFoundError(
         f"{str(folder)!r} has no {TABLE}, and neither has its last checkpoint: HeavyTailLRCallback writes it with the "
         "first checkpoint after an update of the rates"
@@ -79,12 +79,20 @@ def plot_heat_maps(table: list[Row], path: Path) -> None:
 
 
 def find_weights(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`, or of its last checkpoint; none, where neither has any."""
+    """
+    The safetensors files of `folder`, or of its last checkpoint; none, where neither has any.
+
+    Raises:
+        `ValueError`: the index of the files cannot be read.
+    """
     for place in _places(folder):
         if (place / SAFE_WEIGHTS_NAME).is_file():
             return [place / SAFE_WEIGHTS_NAME]
         if (index := place / SAFE_WEIGHTS_INDEX_NAME).is_file():
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            try:
+                files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from error
             return [place / file for file in sorted(set(files))]
     return []
 
@@ -94,16 +102,19 @@ def layer_spectra(files: list[Path], layers: list[str]) -> dict[str, torch.Tenso
     The eigenvalues of the layers that these files have.
 
     Raises:
-        `ValueError`: a weight has an entry that is not finite; it is named.
+        `ValueError`: a weight has an entry that is not finite, or a file cannot be read; it is named.
     """
     spectra = {}
     for file in files:
-        with safe_open(file, framework="pt") as weights:
-            for layer in set(layers).intersection(weights.keys()):
-                weight = weights.get_tensor(layer)
-                if not weight.isfinite().all():
-                    raise ValueError(f"{layer} in {file} has entries that are not finite: it has no spectrum")
-                spectra[layer] = spectrum(weight)
+        try:
+            with safe_open(file, framework="pt") as weights:
+                tensors = {layer: weights.get_tensor(layer) for layer in set(layers).intersection(weights.keys())}
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a safetensors file that can be read: {error}") from error
+        for layer, weight in tensors.items():
+            if not weight.isfinite().all():
+                raise ValueError(f"{layer} in {file} has entries that are not finite: it has no spectrum")
+            spectra[layer] = spectrum(weight)
     return {layer: spectra[layer] for layer in layers if layer in spectra}
 
 
@@ -123,16 +134,16 @@ def plot_spectra(spectra: dict[str, torch.Tensor], path: Path) -> None:
 
 def plot_spectrum(axes, name: str, eigenvalues: torch.Tensor) -> None:
     """One panel: `eigenvalues` is `(N,)`, or `(experts, N)`, which are drawn together."""
-    alpha, median = tail_exponent(eigenvalues).nanmean().item(), eigenvalues.quantile(0.5).item()
+    alpha = tail_exponent(eigenvalues).nanmean().item()
+    smallest = eigenvalues[..., eigenvalues.shape[-1] // 2 - 1].mean().item()  # of the tail
     positive = eigenvalues[eigenvalues > 0].numpy()
     if len(positive):
         share = len(positive) / eigenvalues.numel()
         density, edges = np.histogram(positive, np.geomspace(positive.min(), positive.max() * 1.001, 30), density=True)
         axes.stairs(share * density, edges, fill=True, alpha=0.4)
-        tail = np.geomspace(max(median, positive.min()), positive.max(), 50)
-        axes.plot(
-            tail, 0.5 * (alpha - 1) / median * (tail / median) ** -alpha if median else tail * np.nan, color="C1"
-        )
+        if smallest > 0:
+            tail = np.geomspace(smallest, positive.max(), 50)
+            axes.plot(tail, 0.5 * (alpha - 1) / smallest * (tail / smallest) ** -alpha, color="C1")
         axes.loglog()
     axes.set_title(f"{name.removeprefix('model.').removesuffix('.weight')}\nalpha {alpha:.2f}", fontsize=7)
     axes.tick_params(labelsize=6)
@@ -141,15 +152,18 @@ def plot_spectrum(axes, name: str, eigenvalues: torch.Tensor) -> None:
 def run_command(args: argparse.Namespace) -> None:
     """Run `asymloop spectra` with parsed arguments."""
     folder = Path(args.folder)
-    table = read_table(find_table(folder))
+    place = find_table(folder)
+    table = read_table(place)
     output = Path(args.output or folder)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output={str(output)!r} is not allowed: it must be a folder")
     output.mkdir(parents=True, exist_ok=True)
     print(format_table(table))
     plot_heat_maps(table, output / HEAT_MAPS)
     print(f"alphas and rates are drawn in {output / HEAT_MAPS}")
 
     layers = list(dict.fromkeys(row.layer for row in table))
-    files = find_weights(folder)
+    files = find_weights(place) or find_weights(folder)
     found = layer_spectra(files, layers)
     if found:
         plot_spectra(found, output / SPECTRA)

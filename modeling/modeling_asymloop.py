@@ -1,10 +1,12 @@
 """AsymLoop, the asymmetric looped transformer: a causal encoder runs once, a weight-tied decoder loops over it."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
@@ -21,6 +23,7 @@ from .backbones import BACKBONES, new_layer
 from .cache_asymloop import AsymLoopCache, DecoderInput
 from .configuration_asymloop import AsymLoopConfig
 from .configuration_looped import is_positive_int, require
+from .from_dense import from_dense
 from .joint_mask import JointMask, joint_masks
 from .layers_asymloop import DECODER_LAYERS, ENCODER_LAYERS
 from .modeling_looped import (
@@ -323,6 +326,54 @@ class AsymLoopForCausalLM(LoopedCausalLM, AsymLoopPreTrainedModel, GenerationMix
     """The language model. `output_attention_share=True` is passed on to [`AsymLoopModel`]."""
 
     _output_class = AsymLoopCausalLMOutputWithPast
+
+    @classmethod
+    def from_dense(
+        cls,
+        model_or_path: PreTrainedModel | str,
+        num_encoder_layers: int | None = None,
+        num_decoder_layers: int | None = None,
+        num_loops: int = 3,
+        encoder_from: Sequence[int] | None = None,
+        decoder_from: Sequence[int] | None = None,
+        silent_decoder: bool = False,
+        input_injection: str = "none",
+        output_loading_info: bool = False,
+        **fields,
+    ) -> "AsymLoopForCausalLM":
+        """
+        Start from a trained Llama, Mistral, Qwen2, Mixtral, OLMo, OLMo2 or OLMoE: copy some of its layers into encoder
+        and decoder, and its embeddings, norm and head. Its tokenizer is the model's too.
+
+        Args:
+            model_or_path: the trained model, or the folder or hub name of its checkpoint.
+            num_encoder_layers, num_decoder_layers: by default the layers that are named, or half of the dense ones.
+            encoder_from: the dense layer that each encoder layer is copied from, by default the first ones.
+            decoder_from: the dense layer that each decoder layer is copied from, by default the last ones.
+            silent_decoder: set the output of the decoder's layers to zero. With `encoder_from` all layers, the model
+                then starts as the dense model, exactly.
+            input_injection: as in the configuration; the dense layers have seen none.
+            output_loading_info: return also what was copied, dropped and made new, by the names of the weights.
+            fields: other fields of [`AsymLoopConfig`].
+
+        Returns:
+            The model in evaluation mode; what was copied, dropped and made new is logged.
+
+        Raises:
+            `ValueError`: a kind of model that is not supported, or layers out of range.
+        """
+        fields |= {"num_loops": num_loops, "input_injection": input_injection}
+        model, info = from_dense(
+            cls,
+            model_or_path,
+            num_encoder_layers,
+            num_decoder_layers,
+            encoder_from,
+            decoder_from,
+            silent_decoder,
+            **fields,
+        )
+        return (model, info) if output_loading_info else model
 
     def encode(self, *args, **kwargs) -> AsymLoopCache:
         """Run the encoder alone: see [`AsymLoopModel.encode`]."""

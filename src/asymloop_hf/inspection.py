@@ -1,4 +1,4 @@
-"""`asymloop inspect`: what a model costs, and where its attention goes on a text."""
+"""`asymloop inspect`: what a model costs, and where its attention and its tokens go on a text."""
 
 import argparse
 import json
@@ -9,32 +9,49 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .attention_share import attention_share, format_shares, plot_shares
 from .budget import EXAMPLE_WINDOW, format_table, load_config, matched_budgets
+from .expert_use import expert_use, format_use, plot_use
+from .modeling.backbones import BACKBONES
 from .modeling.configuration_asymloop import PRESETS
 
 
 def inspect(arguments: argparse.Namespace) -> None:
     """The command `asymloop inspect`."""
-    config = load_config(arguments.model)
+    config = load_config(arguments.model, arguments.backbone)
     context = config.max_position_embeddings if arguments.context is None else arguments.context
     budgets = matched_budgets(config, context)
-    shares = None if arguments.text is None else shares_on(arguments.model, arguments.text)
+    shares, uses = (None, None) if arguments.text is None else measure(arguments.model, arguments.text)
     if arguments.json:
         printed = {"context": context, **{name: asdict(costs) for name, costs in budgets.items()}}
         if shares is not None:
             printed["attention_share"] = shares.tolist()
+        if uses is not None:
+            printed["expert_use"] = {
+                name: {"use": routing.use.tolist(), "change": routing.change.tolist()}
+                for name, routing in uses.items()
+            }
         print(json.dumps(printed, indent=2))
     else:
         print(format_table(budgets, context, getattr(config, "local_window", None) or EXAMPLE_WINDOW))
-        if shares is not None:
-            print(f"\n{format_shares(shares)}")
-    if shares is not None:
-        plot_shares(shares, arguments.plot)
-        if not arguments.json:
-            print(f"by head: {arguments.plot}")
+    for measured, as_text, plot, file, what in (
+        (shares, format_shares, plot_shares, arguments.plot, "by head"),
+        (uses, format_use, plot_use, arguments.expert_plot, "by expert"),
+    ):
+        if measured is not None:
+            plot(measured, file)
+            if not arguments.json:
+                print(f"\n{as_text(measured)}\n{what}: {file}")
 
 
-def shares_on(checkpoint: str, file: Path):
-    """The attention shares of a checkpoint on the text in `file`: see [`attention_share`]."""
+def measure(checkpoint: str, file: Path) -> tuple:
+    """What there is of a checkpoint's [`attention_share`] and [`expert_use`] on the text in `file`, else `None`."""
+    model, input_ids = read(checkpoint, file)
+    uses = expert_use(model, input_ids) if model.config.num_experts > 0 else None
+    has_shares = model.config.model_type == "asymloop" or uses is None
+    return attention_share(model, input_ids) if has_shares else None, uses
+
+
+def read(checkpoint: str, file: Path) -> tuple:
+    """The model of a checkpoint, and the tokens of the text in `file`, of shape `(length,)`."""
     if checkpoint in PRESETS:
         raise ValueError(f"text={str(file)!r} is not allowed with a preset, which has no weights: name a checkpoint.")
     try:
@@ -43,17 +60,23 @@ def shares_on(checkpoint: str, file: Path):
         raise ValueError(f"text={str(file)!r} is not allowed: it must be a file of UTF-8 text ({error}).") from error
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
-    return attention_share(AutoModelForCausalLM.from_pretrained(checkpoint).eval(), input_ids)
+    return AutoModelForCausalLM.from_pretrained(checkpoint).eval(), input_ids
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `asymloop inspect` to the console command."""
     parser = commands.add_parser("inspect", help="parameters, depth, FLOPs and cache bytes of a model and its partner")
     parser.add_argument("model", help=f"a preset ({', '.join(PRESETS)}), a checkpoint folder or a hub name")
+    parser.add_argument("--backbone", help=f"of a preset: {', '.join(BACKBONES)} (default: llama)")
     parser.add_argument("--context", type=int, help="tokens in the sequence (default: the longest of the model)")
     parser.add_argument("--json", action="store_true", help="print json instead of a table")
     parser.add_argument(
-        "--text", type=Path, help="a text file: how much attention goes to global KV, by loop and layer"
+        "--text",
+        type=Path,
+        help="a text file: how much attention goes to global KV, and which experts are picked, by loop and layer",
     )
     parser.add_argument("--plot", type=Path, default=Path("attention-share.png"), help="where its plot is written")
+    parser.add_argument(
+        "--expert-plot", type=Path, default=Path("expert-use.png"), help="where the plot of experts is written"
+    )
     parser.set_defaults(run=inspect)

@@ -17,10 +17,11 @@ def rotate(x, position_ids, theta):
 
 
 class Reference:
-    """Logits of an AsymLoop model from its configuration and state dict."""
+    """Logits of an AsymLoop model from its configuration and state dict; `router_logits` has those of each visit."""
 
     def __init__(self, config, weights):
         self.config, self.weights = config, weights
+        self.router_logits = []
 
     def project(self, x, name):
         return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
@@ -76,7 +77,9 @@ class Reference:
 
     def experts(self, x, name):
         """Every expert on every token, weighted by zero where it is not among the likeliest of the token."""
-        probabilities = self.project(x, f"{name}.gate").softmax(-1)
+        logits = self.project(x, f"{name}.gate")
+        self.router_logits.append(logits)
+        probabilities = logits.softmax(-1)
         lowest = probabilities.topk(self.config.num_experts_per_tok).values[..., -1:]
         picked = probabilities * (probabilities >= lowest)
         if self.config.norm_topk_prob:

@@ -91,9 +91,7 @@ def test_generation_with_router_logits_and_padding(cache_implementation):
 
 @pytest.mark.parametrize("make", [asymloop, fullloop])
 def test_a_dense_model_has_no_router_logits(make):
-    with pytest.raises(
-        ValueError, match="output_router_logits=True .* False with num_experts=0"
-    ):
+    with pytest.raises(ValueError, match="output_router_logits=True .* False with num_experts=0"):
         make()(tokens(1, 3), output_router_logits=True)
 
 
@@ -131,9 +129,7 @@ def test_checkpoints_keep_the_gradient_of_the_load_balancing_loss_or_are_refused
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     model.enable_input_require_grads()
-    with pytest.raises(
-        ValueError, match="use_reentrant=True is not allowed: it must be False"
-    ):
+    with pytest.raises(ValueError, match="use_reentrant=True is not allowed: it must be False"):
         gradients()
 
 

@@ -108,8 +108,9 @@ def test_more_and_fewer_loops_than_trained(name, num_loops):
 
 @pytest.mark.parametrize("local_window", [None, 1, 3])
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-def test_packed_documents_do_not_see_each_other(local_window, attn_implementation):
-    model = asymloop(attn_implementation, local_window=local_window)
+@pytest.mark.parametrize("name", BACKBONES)
+def test_packed_documents_do_not_see_each_other(name, local_window, attn_implementation):
+    model = asymloop(attn_implementation, local_window=local_window, **BACKBONES[name])
     documents = [tokens(1, length, seed=length) for length in (5, 1, 8)]
     packed = torch.cat(documents, 1)
     position_ids = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
@@ -121,8 +122,9 @@ def test_packed_documents_do_not_see_each_other(local_window, attn_implementatio
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 @pytest.mark.parametrize("local_window", [None, 1, 3])
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-def test_padding_changes_nothing(padding_side, local_window, attn_implementation):
-    model = asymloop(attn_implementation, local_window=local_window)
+@pytest.mark.parametrize("name", BACKBONES)
+def test_padding_changes_nothing(name, padding_side, local_window, attn_implementation):
+    model = asymloop(attn_implementation, local_window=local_window, **BACKBONES[name])
     short, long = tokens(1, 6), tokens(1, 10, seed=1)
     padding = torch.zeros(1, 4, dtype=torch.long)
     row = torch.cat([padding, short] if padding_side == "left" else [short, padding], 1)

@@ -91,6 +91,10 @@ BACKBONES = {
 }
 
 
+# PyTorch's grouped product wants rows of a multiple of 16 bytes: 8 numbers in half precision.
+EXPERT_ALIGNMENT = 8
+
+
 def new_layer(layer_class: type[nn.Module], config: PreTrainedConfig, layer_idx: int, is_sparse: bool) -> nn.Module:
     """A layer of `layer_class`, the backbone's or a subclass, whose MLP is dense or sparse."""
     backbone = BACKBONES[config.backbone]

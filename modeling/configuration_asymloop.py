@@ -4,7 +4,7 @@ import copy
 import math
 from dataclasses import field, fields
 
-from .backbones import BACKBONES, tensor_parallel_plan
+from .backbones import BACKBONES, EXPERT_ALIGNMENT, tensor_parallel_plan
 from .configuration_fullloop import FullLoopConfig
 from .configuration_looped import LoopedConfig, is_positive_int, require
 
@@ -15,7 +15,7 @@ PRESETS = {
     "350m": (1024, 2736, 16, 24),
     "1b": (2048, 5461, 32, 24),
 }
-# A preset with experts: a token passes as many parameters as in the dense preset, and the routers.
+# A preset with experts: a token passes as many parameters as in the dense preset, up to rounding, and the routers.
 SPARSE_PRESET = {"num_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}
 STACKS = ("encoder", "decoder")
 
@@ -137,7 +137,8 @@ class AsymLoopConfig(LoopedConfig):
         The configuration of a named size (`"60m"`, `"130m"`, `"350m"`, `"1b"`): half of the layers encode, half loop.
 
         With experts, as `"olmoe"` has them and `num_experts=8` gives them to `"llama"`, a size tells what a token
-        passes: each of its `num_experts_per_tok` experts has that part of the dense MLP's size.
+        passes: each of its `num_experts_per_tok` experts has that part of the dense MLP's size, rounded up to a multiple
+        of 8.
 
         Args:
             size: the name, as in the experiments with layerwise learning rates.
@@ -154,7 +155,7 @@ class AsymLoopConfig(LoopedConfig):
             overrides = {**SPARSE_PRESET, **overrides}
             num_active = overrides["num_experts_per_tok"]
             require(is_positive_int(num_active), "num_experts_per_tok", num_active, "a positive integer")
-            intermediate_size = math.ceil(intermediate_size / num_active)
+            intermediate_size = math.ceil(intermediate_size / num_active / EXPERT_ALIGNMENT) * EXPERT_ALIGNMENT
         return cls(
             **{
                 "backbone": backbone,

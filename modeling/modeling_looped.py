@@ -17,7 +17,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRout
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
-from .backbones import BACKBONES
+from .backbones import BACKBONES, EXPERT_ALIGNMENT
 from .configuration_looped import NO_ROUTERS, is_positive_int, require
 from .load_balancing import load_balancing_loss
 
@@ -122,6 +122,13 @@ class LoopedPreTrainedModel(PreTrainedModel):
     def _can_set_experts_implementation(cls) -> bool:
         """Transformers looks for its experts in the source of a model; ours come from its own modules."""
         return True
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """As in Transformers, but the default is eager where the grouped product cannot take experts of that size."""
+        sizes = (self.config.hidden_size, self.config.intermediate_size)
+        if requested_experts is None and any(size % EXPERT_ALIGNMENT for size in sizes):
+            requested_experts = "eager"
+        return super().get_correct_experts_implementation(requested_experts)
 
     def _embedding_std(self) -> float:
         if self.config.embedding_initializer_range is not None:

@@ -21,6 +21,7 @@ def compiled(model):
 def test_a_training_step_is_one_graph(name, local_window):
     fields = {**BACKBONES[name], "output_router_logits": name in SPARSE}
     model, input_ids = asymloop(local_window=local_window, **fields).train(), tokens(2, 9)
+    model.set_experts_implementation("batched_mm")  # Transformers 5.18 cannot compile the gradient of the default
     expected = model(input_ids, labels=input_ids, use_cache=False).loss
     expected.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]

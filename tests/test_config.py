@@ -45,9 +45,9 @@ def test_presets_have_a_matched_full_loop(size, backbone):
 
 def test_presets_with_experts_are_as_wide_in_a_token_as_the_dense_ones():
     config = AsymLoopConfig.preset("60m", "olmoe")
-    assert (config.num_experts, config.num_experts_per_tok, config.intermediate_size) == (8, 2, 756)
+    assert (config.num_experts, config.num_experts_per_tok, config.intermediate_size) == (8, 2, 760)
     assert config.output_router_logits and config.matched_full_loop().output_router_logits
-    assert AsymLoopConfig.preset("1b", num_experts=64, num_experts_per_tok=8).intermediate_size == 683
+    assert AsymLoopConfig.preset("1b", num_experts=64, num_experts_per_tok=8).intermediate_size == 688
     assert AsymLoopConfig.preset("60m", "olmoe", intermediate_size=100).intermediate_size == 100
     with pytest.raises(ValueError, match="num_experts=0 is not allowed: it must be a positive integer with backbone"):
         AsymLoopConfig.preset("60m", "olmoe", num_experts=0)

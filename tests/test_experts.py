@@ -114,6 +114,15 @@ def test_every_implementation_of_experts_gives_the_same(name, make):
         model.set_experts_implementation("fast")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 50}, {"hidden_size": 28}])
+@pytest.mark.parametrize("make", [asymloop, fullloop])
+def test_the_default_implementation_takes_experts_of_any_size(make, sizes, dtype):
+    model = make(num_experts=4, **sizes).to(dtype)
+    assert model.config._experts_implementation == ("eager" if sizes else "grouped_mm")
+    assert model(tokens(2, 9)).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("make", [asymloop, fullloop])
 def test_checkpoints_keep_the_gradient_of_the_load_balancing_loss_or_are_refused(make, float64):
     model, input_ids = make(**BACKBONES["olmoe"], router_aux_loss_coef=5.0).train(), tokens(2, 9)

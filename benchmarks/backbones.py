@@ -3,15 +3,16 @@
     python benchmarks/backbones.py --output backbones.jsonl
 
 On the installed documentation, at the size of the demo. For each backbone and model one seed chooses the learning
-rate; the others compare. Both models have the same parameters and effective depth and see the same tokens in the same order.
-Losses are cross-entropy on held-out text, without the load-balancing loss. `from_dense` trains a Llama, starts an
-AsymLoop from it and compares that, after each number of steps, with the same AsymLoop trained from scratch.
+rate; the others compare. Both models have the same parameters and effective depth and see the same tokens in the same
+order. Losses are cross-entropy on held-out text, without the load-balancing loss. `from_dense` trains a Llama, starts
+an AsymLoop from it and compares that, after each number of steps, with the same AsymLoop trained from scratch.
 
 A finished run is a line of the output file; the same command goes on where it stopped.
 """
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ STARTS = {
 def make_config(backbone: str, model: str, width: int, vocab_size: int):
     """AsymLoop, or the Full Loop that matches it; a token passes as many parameters with experts as without."""
     fields = BACKBONES[backbone]
-    intermediate_size = width * 43 // 16 // fields.get("num_experts_per_tok", 1)
+    intermediate_size = math.ceil(width * 43 / 16 / fields.get("num_experts_per_tok", 1) / 8) * 8
     config = AsymLoopConfig(
         vocab_size=vocab_size,
         hidden_size=width,

@@ -137,8 +137,7 @@ class AsymLoopConfig(LoopedConfig):
         The configuration of a named size (`"60m"`, `"130m"`, `"350m"`, `"1b"`): half of the layers encode, half loop.
 
         With experts, as `"olmoe"` has them and `num_experts=8` gives them to `"llama"`, a size tells what a token
-        passes: each of its `num_experts_per_tok` experts has that part of the dense MLP's size, rounded up to a multiple
-        of 8.
+        passes: each of its `num_experts_per_tok` experts has that part of the dense MLP's size, rounded up to 8.
 
         Args:
             size: the name, as in the experiments with layerwise learning rates.

@@ -115,7 +115,7 @@ def test_every_implementation_of_experts_gives_the_same(name, make):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 50}, {"hidden_size": 28}])
+@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 50}, {"hidden_size": 36, "head_dim": 8}])
 @pytest.mark.parametrize("make", [asymloop, fullloop])
 def test_the_default_implementation_takes_experts_of_any_size(make, sizes, dtype):
     model = make(num_experts=4, **sizes).to(dtype)

@@ -191,6 +191,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in PARTS]:
         parser.error(f"unknown part {unknown[0]!r}: it must be one of {', '.join(PARTS)}")
+    if arguments.repeats < 1:
+        parser.error(f"repeats={arguments.repeats} is not allowed: it must be at least 1")
     torch.manual_seed(0)
     for part in arguments.parts or PARTS:
         PARTS[part](arguments.repeats)

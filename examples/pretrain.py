@@ -3,6 +3,8 @@
     python examples/pretrain.py --preset 60m --output_dir asymloop-60m --max_steps 10000 --learning_rate 1e-3 \
         --lr_scheduler_type cosine --warmup_steps 1000 --per_device_train_batch_size 16 --bf16
 
+With `--layerwise_lr` each layer's learning rate follows its spectrum; `asymloop spectra OUTPUT_DIR` shows them.
+
 Without a network, a few minutes on two cores:
 
     python examples/pretrain.py --corpus installed-docs --block_size 256 --output_dir small --max_steps 200 \
@@ -28,6 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from asymloop_hf import AsymLoopConfig
 from asymloop_hf.corpus import load_corpus
+from asymloop_hf.layerwise_lr import HeavyTailLRCallback
 from asymloop_hf.packing import pack
 from asymloop_hf.tokenizer import train_tokenizer
 
@@ -45,6 +48,13 @@ class PretrainArguments:
     )
     block_size: int = field(default=1024, metadata={"help": "Tokens in a training sequence."})
     tokenizer: str | None = field(default=None, metadata={"help": "A tokenizer's name; by default one is trained."})
+    layerwise_lr: bool = field(
+        default=False, metadata={"help": "Heavy-tail-guided layerwise learning rates; learning_rate is the base rate."}
+    )
+    layerwise_max_ratio: float = field(default=5.0, metadata={"help": "The largest rate over the base rate."})
+    layerwise_every: int = field(
+        default=100, metadata={"help": "Steps between updates of the rates, in the first fifth of the run."}
+    )
 
 
 def parse_overrides(text: str) -> dict:
@@ -81,6 +91,11 @@ def main():
     config = AsymLoopConfig.preset(
         args.preset, **{"max_position_embeddings": args.block_size} | parse_overrides(args.config_overrides)
     )
+    layerwise = {}
+    if args.layerwise_lr:
+        every = args.layerwise_every
+        llr = HeavyTailLRCallback(max_ratio=args.layerwise_max_ratio, every=every, ramp=every // 2)
+        layerwise = {"optimizer_cls_and_kwargs": llr.optimizer(training), "callbacks": [llr]}
 
     corpus = load_corpus(args.corpus)
     if checkpoint or args.tokenizer:
@@ -101,6 +116,7 @@ def main():
         eval_dataset=pack(corpus["held_out"], tokenizer, args.block_size),
         processing_class=tokenizer,
         data_collator=default_data_collator,
+        **layerwise,
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run, indent=2), encoding="utf-8")

@@ -50,8 +50,8 @@ class DecoderInput:
 
 class GrowingLayer(DynamicLayer):
     """
-    A dynamic cache layer that writes new key/values beside the old ones, into room kept for them, where
-    `DynamicLayer` copies all of them for every new token.
+    A dynamic cache layer that writes new key/values beside the old ones, into room kept for them, where `DynamicLayer`
+    copies all of them for every new token. While gradients are recorded it copies too: a graph may hold the old ones.
     """
 
     MIN_ROOM = 64  # positions
@@ -60,6 +60,12 @@ class GrowingLayer(DynamicLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         self.forget_room()
+
+    def __getstate__(self) -> dict:
+        """A copy, which would write into the same room, and a pickle, which would hold it too, make their own."""
+        if self.is_initialized:
+            self.forget_room()
+        return self.__dict__
 
     def forget_room(self) -> None:
         """Leave what is written so far untouched from now on: the next update makes a copy."""
@@ -70,25 +76,30 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        old = [] if self.get_seq_length() == 0 else [self.keys, self.values]
-        if any(tensor.requires_grad for tensor in (key_states, value_states, *old)):
+        if torch.is_grad_enabled():
             return super().update(key_states, value_states, *args, **kwargs)
         length = self.get_seq_length()
         end = length + key_states.shape[-2]
-        if not self._has_room(end):
+        if not self._has_room(key_states, value_states, end):
             self._make_room(key_states, value_states, end)
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, length:end] = new
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
-    def _has_room(self, end: int) -> bool:
-        """Whether keys and values still lie at the beginning of the buffers, and `end` positions fit there."""
+    def _has_room(self, key_states: torch.Tensor, value_states: torch.Tensor, end: int) -> bool:
+        """Whether keys and values still lie at the beginning of the buffers, and the new ones fit behind them."""
         if self._buffers is None or self.get_seq_length() == 0:
             return False
         return all(
-            kept.data_ptr() == buffer.data_ptr() and kept.shape[0] == buffer.shape[0] and end <= buffer.shape[2]
-            for kept, buffer in zip((self.keys, self.values), self._buffers, strict=True)
+            kept.data_ptr() == buffer.data_ptr()
+            and kept.shape[0] == buffer.shape[0]
+            and end <= buffer.shape[2]
+            and torch.promote_types(buffer.dtype, new.dtype) == buffer.dtype
+            and buffer.is_inference() == torch.is_inference_mode_enabled()
+            for kept, new, buffer in zip(
+                (self.keys, self.values), (key_states, value_states), self._buffers, strict=True
+            )
         )
 
     def _make_room(self, key_states: torch.Tensor, value_states: torch.Tensor, end: int) -> None:
@@ -96,7 +107,8 @@ class GrowingLayer(DynamicLayer):
         length = self.get_seq_length()
         buffers = []
         for kept, new in ((self.keys, key_states), (self.values, value_states)):
-            buffer = new.new_empty(*new.shape[:2], capacity, new.shape[3])
+            dtype = torch.promote_types(kept.dtype, new.dtype)
+            buffer = new.new_empty(*new.shape[:2], capacity, new.shape[3], dtype=dtype)
             if length > 0:
                 buffer[:, :, :length] = kept
             buffers.append(buffer)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .configuration_looped import require
 from .joint_mask import NO_MASK, JointMask, additive, band, dense
 
 MIN_CHUNK = 32  # queries of a window that one kernel call takes together, where the window itself is not longer
@@ -163,7 +164,7 @@ class CpuFlash:
 
     # The backward takes 512 queries at a time, with all the keys that the last of them sees. Cutting the keys into
     # blocks leaves less of the future to compute; in half precision a call costs more than that saves.
-    CAUSAL_BLOCK = 192
+    CAUSAL_BLOCK = 256
     MIN_CAUSAL_LENGTH = 384
 
     @staticmethod
@@ -178,17 +179,19 @@ class CpuFlash:
         num_keys = keys.shape[2]
         if not causal or num_keys < cls.MIN_CAUSAL_LENGTH or query.dtype.itemsize == 2:
             return kernel(grad, query, keys, values, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
-        dq, dk, dv = (torch.zeros_like(query), torch.empty_like(keys), torch.empty_like(values))
+        dq, dk, dv = None, [], []
         for start in range(0, num_keys, cls.CAUSAL_BLOCK):
             rows, columns = slice(start, None), slice(start, start + cls.CAUSAL_BLOCK)
-            of_rows = [tensor[:, :, rows] for tensor in (grad, query, out, lse)]
-            of_columns = [tensor[:, :, columns] for tensor in (keys, values)]
+            block_grad, block_query, block_out, block_lse = (t[:, :, rows] for t in (grad, query, out, lse))
             block_mask = None if mask is None else mask[..., columns]
-            arguments = (*of_rows[:2], *of_columns, *of_rows[2:], 0.0, causal)
-            grads = kernel(*arguments, attn_mask=block_mask, scale=scale)
-            block_dq, dk[:, :, columns], dv[:, :, columns] = grads
-            dq[:, :, rows] += block_dq
-        return dq, dk, dv
+            arguments = (block_grad, block_query, keys[:, :, columns], values[:, :, columns], block_out, block_lse)
+            block_dq, *others = kernel(*arguments, 0.0, causal, attn_mask=block_mask, scale=scale)
+            dq = block_dq if dq is None else dq
+            if start > 0:
+                dq[:, :, rows] += block_dq
+            for blocks, block in zip((dk, dv), others, strict=True):
+                blocks.append(block.transpose(1, 2))
+        return dq, *(torch.cat(blocks, 1).transpose(1, 2) for blocks in (dk, dv))
 
 
 class CudaFlash:
@@ -271,26 +274,25 @@ class Math:
 
 
 class OneKey:
-    """Query `i` sees key `i` alone: no products of matrices are needed."""
+    """A window of 1: query `i` sees key `i` alone, and no products of matrices are needed."""
 
     @staticmethod
     def forward(query, keys, values, causal, mask, scale):
         keys, values = (expand_groups(tensor, query) for tensor in (keys, values))
-        return values, OneKey._scores(query, keys, mask, scale)
+        return values, OneKey._scores(query, keys, scale)
 
     @staticmethod
     def backward(grad, query, keys, values, out, lse, causal, mask, scale):
         groups = query.shape[1] // keys.shape[1]
         keys, values = (expand_groups(tensor, query) for tensor in (keys, values))
-        weights = torch.exp(OneKey._scores(query, keys, mask, scale) - lse)[..., None].to(grad.dtype)
+        weights = torch.exp(OneKey._scores(query, keys, scale) - lse)[..., None].to(grad.dtype)
         dscores = weights * (grad * (values - out)).sum(-1, keepdim=True) * scale
         dk, dv = dscores * query, weights * grad
         return dscores * keys, *(tensor.unflatten(1, (-1, groups)).sum(2) for tensor in (dk, dv))
 
     @staticmethod
-    def _scores(query, keys, mask, scale):
-        scores = (query * keys).sum(-1, dtype=torch.promote_types(query.dtype, torch.float32)) * scale
-        return scores if mask is None else scores + mask[..., 0, :]
+    def _scores(query, keys, scale):
+        return (query * keys).sum(-1, dtype=torch.promote_types(query.dtype, torch.float32)) * scale
 
 
 def expand_groups(tensor: Tensor, query: Tensor) -> Tensor:
@@ -408,7 +410,7 @@ def sources_of(
 
 
 # Code that travels with a checkpoint may be loaded beside the installed package: each copy has its own operators.
-NAMESPACE = re.sub(r"\W", "_", __name__)
+NAMESPACE = re.sub(r"\W", "_", __name__, flags=re.ASCII)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::joint_attention", mutates_args=())
@@ -510,6 +512,36 @@ def as_projection(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def check_shapes(query, global_keys, global_values, local_keys, local_values, mask: JointMask) -> None:
+    """Raise a `ValueError` where shapes do not fit: the kernels would read what is not there."""
+    batch, heads, num_queries, head_dim = query.shape
+    require(query.numel() > 0, "query.shape", tuple(query.shape), "without a zero")
+    require(mask.window is None or mask.window >= 1, "mask.window", mask.window, "a positive integer or None")
+    sources = {"global": (global_keys, global_values), "local": (local_keys, local_values)}
+    for name, (keys, values) in sources.items():
+        shape = tuple(keys.shape)
+        fits = len(shape) == 4 and (shape[0], shape[3]) == (batch, head_dim) and heads % max(shape[1], 1) == 0
+        allowed = f"({batch}, a divisor of {heads}, {num_queries} or more, {head_dim})"
+        require(fits and shape[1] > 0 and shape[2] >= num_queries, f"{name}_keys.shape", shape, allowed)
+        require(values.shape == keys.shape, f"{name}_values.shape", tuple(values.shape), f"{shape}, as of the keys")
+        given = getattr(mask, f"{name}_mask")
+        if given is not None:
+            sizes = zip(given.shape, (batch, heads, num_queries, shape[2]), strict=True)
+            fits = all(size == whole or (size == 1 and n < 2) for n, (size, whole) in enumerate(sizes))
+            allowed = f"({batch} or 1, {heads} or 1, {num_queries}, {shape[2]})"
+            require(fits, f"mask.{name}_mask.shape", tuple(given.shape), allowed)
+    length = global_keys.shape[2]
+    for name, columns in (("padding", length), ("documents", num_queries)):
+        given = getattr(mask, name)
+        if given is not None and mask.global_mask is None:
+            shape = tuple(given.shape)
+            require(shape == (batch, columns), f"mask.{name}.shape", shape, f"{(batch, columns)}")
+    if mask.documents is not None:
+        require(mask.padding is None, "mask.padding", "a tensor", "None with documents")
+        fits = length == local_keys.shape[2] == num_queries
+        require(fits, "global_keys.shape[2]", length, f"{num_queries}, as packed documents are not cached")
+
+
 # Below these lengths one kernel call over concatenated keys and a dense mask takes less time on a CPU, forward and
 # backward, than two calls without (docs/performance.md).
 MIN_LENGTH = {torch.float64: 96, torch.float32: 96, torch.bfloat16: 192, torch.float16: 192}
@@ -545,12 +577,17 @@ def joint_attention(
     Returns:
         The output, of the shape of `query`, zero where a query sees nothing; and, if wanted, the share of each query's
         attention that goes to the global source, of shape `(batch, heads, queries)`, without a gradient.
+
+    Raises:
+        `ValueError`: tensors or masks whose shapes do not fit together; names the one and what it must be.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     tensors = (query, global_keys, global_values, local_keys, local_values)
+    check_shapes(*tensors, mask)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     device = query.device.type
-    if torch.is_autocast_enabled(device):
-        tensors = tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        tensors = tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
     concatenated = not return_share and is_short(query, global_keys)
     out, lse, global_lse = _joint_attention(*tensors, *mask, concatenated, scale)
     return out, torch.exp(global_lse - lse).detach() if return_share else None

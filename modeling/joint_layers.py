@@ -68,7 +68,8 @@ def eager_joint_attention_forward(
     attention_mask: JointMask,
     scaling: float,
     dropout: float = 0.0,
-    sources: JointKeyValues = None,
+    *,
+    sources: JointKeyValues,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
     """The readable reference; its attention weights are over `[global ; local]`."""
@@ -80,7 +81,10 @@ def eager_joint_attention_forward(
         output = output.masked_fill(sees_nothing.transpose(1, 2)[..., None], 0)
         weights = weights.masked_fill(sees_nothing[..., None], 0)
     if sources.wants_share:
-        sources.global_share = weights[..., : sources.global_keys.shape[2]].detach().sum(-1)
+        undropped = weights
+        if dropout > 0:
+            _, undropped = eager_attention_forward(module, query.detach(), keys.detach(), values, mask, scaling)
+        sources.global_share = undropped[..., : sources.global_keys.shape[2]].detach().sum(-1)
     return output, weights
 
 
@@ -92,12 +96,14 @@ def joint_attention_forward(
     attention_mask: JointMask,
     scaling: float,
     dropout: float = 0.0,
-    sources: JointKeyValues = None,
+    *,
+    sources: JointKeyValues,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
     """The fused way; its kernels have no dropout."""
     if dropout > 0:
-        return eager_joint_attention_forward(module, query, key, value, attention_mask, scaling, dropout, sources)
+        tensors = (query, key, value)
+        return eager_joint_attention_forward(module, *tensors, attention_mask, scaling, dropout, sources=sources)
     tensors = (query, sources.global_keys, sources.global_values, key, value)
     output, sources.global_share = joint_attention(*tensors, attention_mask, scaling, sources.wants_share)
     return output.transpose(1, 2), None

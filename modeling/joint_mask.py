@@ -28,7 +28,8 @@ class JointMask(NamedTuple):
         documents: of shape `(batch, length)`, the number of the packed document that a position belongs to; a position
             sees its own document. Documents follow one another, and nothing is cached.
         global_mask, local_mask: ready masks of shape `(batch or 1, heads or 1, queries, keys)`, boolean (true: is
-            seen) or additive, in the place of causality and everything above.
+            seen) or additive, in the place of causality and everything above; with `window=1` no local one is needed.
+            Padding beside them says only which queries are tokens.
     """
 
     window: int | None = None
@@ -58,7 +59,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     lowest = torch.finfo(dtype).min
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest)
-    return mask.clamp(min=lowest).to(dtype)
+    return mask.to(dtype).clamp(min=lowest)
 
 
 def band(num_rows: int, num_columns: int, window: int | None, like: Tensor, row_offset: int | None = None) -> Tensor:
@@ -124,7 +125,9 @@ def joint_masks(
     full, local = (_in_kind_of(config, mask, inputs_embeds.dtype) for mask in (full, local))
     encoder_mask = create_causal_mask(config, inputs_embeds, full, cache, position_ids)
     if full is not None and full.dim() == 4:
-        return encoder_mask, _ready(config, *(mask[..., -num_visited:, :] for mask in (full, local)))
+        if full.shape[-2] > num_visited:  # the visited positions have no local keys but their own
+            full, local = full[..., -num_visited:, :], local[..., -num_visited:, -num_visited:]
+        return encoder_mask, _ready(config, full, local)
     if cache is not None and cache.is_compileable:
         return encoder_mask, _static_mask(config, inputs_embeds, full, position_ids, cache)
     documents = None
@@ -145,7 +148,7 @@ def _static_mask(
     if config.local_window != 1:
         first_local_slot = config.num_encoder_layers
         local_mask = create_mask(config, inputs_embeds, padding, cache, layer_idx=first_local_slot, **options)
-    return _ready(config, global_mask, local_mask)
+    return _ready(config, global_mask, local_mask)._replace(padding=None if padding is None else padding.bool())
 
 
 def _ready(config: AsymLoopConfig, global_mask: Tensor, local_mask: Tensor | None) -> JointMask:

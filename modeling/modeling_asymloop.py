@@ -90,7 +90,7 @@ class AsymLoopDecoder(nn.Module):
             for j, layer in enumerate(self.layers):
                 slot = num_global + loop * num_local + j
                 states, share = layer(states, *global_kv[global_kv_map[j]], slot, **kwargs)
-                shares.append(None if share is None else attention_mask.mean_over_tokens(share))
+                shares.append(None if share is None else attention_mask.mean_over_tokens(share.detach()))
         return states, shares
 
     def _inject(self, states: torch.Tensor, decoder_input: DecoderInput, loop: int) -> torch.Tensor:
@@ -108,7 +108,8 @@ class AsymLoopModelOutputWithPast(MoeModelOutputWithPast):
     Args (those of `MoeModelOutputWithPast`, and):
         attention_share (`tuple[torch.FloatTensor]`, with `output_attention_share=True`): for each visit of a decoder
             layer, in slot order, the mean share of attention that goes to the global KV, of shape
-            `(batch, num_attention_heads)`; over the visited positions that are not padding, without a gradient.
+            `(batch, num_attention_heads)`; over the visited positions that are not padding (with a ready mask of four
+            dimensions over all of them), without a gradient.
     """
 
     attention_share: tuple[torch.FloatTensor, ...] | None = None

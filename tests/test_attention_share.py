@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import BACKBONES, asymloop, fullloop, tokens
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, StaticCache
 
 from asymloop_hf import AsymLoopForCausalLM
 from asymloop_hf.cli import main
@@ -54,6 +54,24 @@ def test_padding_does_not_count(side):
 
 
 @torch.no_grad()
+def test_padding_does_not_count_with_a_static_cache_either():
+    model, input_ids = asymloop(), tokens(1, 9)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), input_ids], 1)
+    cache = StaticCache(model.config, max_cache_len=16)
+    options = {"attention_mask": (padded != 0).long(), "past_key_values": cache}
+    torch.testing.assert_close(shares(model, padded, **options), shares(model, input_ids))
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_attention_dropout_does_not_change_the_share_of_a_visit(attn_implementation):
+    model = asymloop(attn_implementation, attention_dropout=0.5, num_loops=1, num_encoder_layers=1).train()
+    model.config.global_kv_layers = [0, 0]
+    model.model.encoder.layers[0].self_attn.attention_dropout = 0.0
+    input_ids = tokens(2, 9)
+    torch.testing.assert_close(shares(model, input_ids)[0], shares(model.eval(), input_ids)[0])
+
+
+@torch.no_grad()
 def test_while_decoding_it_is_the_share_of_the_new_tokens():
     model, input_ids = asymloop(), tokens(1, 9)
     cache = model(input_ids[:, :8], use_cache=True).past_key_values
@@ -67,12 +85,15 @@ def test_training_does_not_change_with_it():
     model(input_ids, labels=input_ids).loss.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    model.gradient_checkpointing_enable()
-    outputs = model(input_ids, labels=input_ids, output_attention_share=True)
-    assert not outputs.attention_share[0].requires_grad
-    outputs.loss.backward()
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    for use_reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        outputs = model(input_ids, labels=input_ids, output_attention_share=True)
+        assert not outputs.attention_share[0].requires_grad
+        outputs.loss.backward()
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        model.zero_grad()
 
 
 # `asymloop inspect CHECKPOINT --text FILE`
@@ -111,18 +132,22 @@ def test_inspect_prints_and_plots_the_shares_of_a_text(checkpoint, tmp_path, cap
 
 
 def test_inspect_refuses_texts_that_it_cannot_read(checkpoint, tmp_path, capsys):
-    def error_of(model, content: bytes | None):
+    def error_of(model, content: bytes | None, plot="plot.png"):
         file = tmp_path / "text.txt"
         file.unlink(missing_ok=True)
         if content is not None:
             file.write_bytes(content)
-        assert main(["inspect", str(model), "--text", str(file), "--plot", str(tmp_path / "plot.png")]) == 2
+        assert main(["inspect", str(model), "--text", str(file), "--plot", str(tmp_path / plot)]) == 2
         assert not (tmp_path / "plot.png").exists()
         return capsys.readouterr().err
 
     assert "text.txt" in error_of(checkpoint, None)
     assert "must be a file of UTF-8 text" in error_of(checkpoint, b"\xff\xfe\x00")
-    assert "at least one token" in error_of(checkpoint, b"")
+    assert "text.txt' is not allowed: the file must not be empty" in error_of(checkpoint, b"")
+    assert "plot.pdf' is not allowed: it must be a .png file" in error_of(checkpoint, b"text", plot="plot.pdf")
+    assert "in a folder that exists" in error_of(checkpoint, b"text", plot="nowhere/plot.png")
+    assert main(["inspect", "60m", "--plot", "plot.png"]) == 2
+    assert "not allowed without --text" in capsys.readouterr().err
     assert "which has no weights" in error_of("60m", b"text")
     fullloop(vocab_size=300).save_pretrained(checkpoint)
     assert "model_type='fullloop' is not allowed" in error_of(checkpoint, b"text")

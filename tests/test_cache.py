@@ -527,6 +527,15 @@ def test_ready_masks_with_lazy_prefill(mask):
     torch.testing.assert_close(logits, model(input_ids).logits[:, -2:], **TOLERANCE)
 
 
+def test_ready_masks_of_a_window_with_lazy_prefill():
+    model, input_ids = asymloop(local_window=3), tokens(1, 40)
+    full = torch.ones(1, 1, 40, 40).tril().bool()
+    masks = {"full_attention": full, "sliding_attention": full & ~full.tril(-3)}
+    cache = AsymLoopCache(model.config)
+    logits = model(input_ids, attention_mask=masks, past_key_values=cache, logits_to_keep=1).logits
+    torch.testing.assert_close(logits, model(input_ids).logits[:, -1:], **TOLERANCE)
+
+
 def test_masks_of_another_size_are_refused():
     model, input_ids = asymloop(), tokens(1, 12)
     for shape in ((1, 13), (1, 11), (2, 12), (1, 1, 12)):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asymloop_hf import cli, demo, demo_models
 from asymloop_hf.corpus import load_corpus
+from asymloop_hf.layerwise_table import read_table
 
 STAGES = [
     "text",
@@ -64,6 +65,9 @@ def test_the_whole_demo(tmp_path, monkeypatch, capsys):
         assert 0 <= measured["zero_shot"]["acc"] <= 1 and measured["zero_shot"]["questions"] >= 4
         assert len(measured["continuations"]) == 3
         assert f"{measured['held_out_loss']:.3f}" in printed
+        assert {row.step for row in read_table(output / name)} == {1}
+        assert cli.main(["spectra", str(output / name)]) == 0
+        assert (output / name / "spectra.png").exists() and capsys.readouterr().out.count("self_attn") == 8
         assert AutoModelForCausalLM.from_pretrained(output / name).num_parameters() == measured["parameters"]
         assert len(AutoTokenizer.from_pretrained(output / name)) == results["vocab_size"]
 

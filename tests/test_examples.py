@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from small_corpus import write_corpus
 
 from asymloop_hf import AsymLoopConfig
+from asymloop_hf.layerwise_table import read_table
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = "num_encoder_layers=1,num_decoder_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=2"
@@ -72,6 +73,22 @@ def test_pretrain_resumes_to_the_same_weights(checkpoint, corpus, tmp_path):
     assert any(not whole[name].equal(first_half[name]) for name in whole)
     state = json.loads((interrupted / "checkpoint-6" / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["global_step"] == 6
+
+
+def test_pretrain_with_layerwise_rates(corpus, tmp_path):
+    options = {"layerwise_lr": True, "layerwise_every": 1}
+    result = pretrain(tmp_path / "run", corpus, **options)
+    assert result.returncode == 0, result.stderr
+    whole = load_file(tmp_path / "run" / "model.safetensors")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    result = pretrain(tmp_path / "run", corpus, **options)
+    assert result.returncode == 0, result.stderr
+    resumed = load_file(tmp_path / "run" / "model.safetensors")
+    assert all(whole[name].equal(resumed[name]) for name in whole)
+    table = read_table(tmp_path / "run")
+    assert {row.step for row in table} == {1} and len({row.layer for row in table}) == 14
+    assert max(row.rate / row.base_rate for row in table) == pytest.approx(5)
 
 
 def test_pretrain_leaves_another_run_alone(checkpoint, corpus):

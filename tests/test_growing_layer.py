@@ -1,6 +1,7 @@
 """The cache layer of global KV writes new key/values into room that it keeps, and never copies the old ones."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ CHANGES = {
 }
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("length", [1, 5, 63, 64, 65, 1100])
 def test_it_holds_what_a_dynamic_layer_holds(change, length):
@@ -52,6 +54,7 @@ def test_it_holds_what_a_dynamic_layer_holds(change, length):
         assert_same(*layers)
 
 
+@torch.no_grad()
 def test_new_tokens_move_nothing_until_the_room_is_full():
     layer = GrowingLayer()
     layer.update(*states(1000))
@@ -62,6 +65,7 @@ def test_new_tokens_move_nothing_until_the_room_is_full():
     assert len(places) == 1
 
 
+@torch.no_grad()
 def test_a_copy_is_independent():
     layer = GrowingLayer()
     layer.update(*states(5))
@@ -71,6 +75,66 @@ def test_a_copy_is_independent():
     layer.update(*states(1))
     assert torch.equal(layer.keys[:, :, :5], kept) and torch.equal(twin.keys[:, :, :5], kept)
     assert not torch.equal(layer.keys, twin.keys)
+
+
+def test_shallow_copies_do_not_share_the_room():
+    layer = GrowingLayer()
+    with torch.no_grad():
+        layer.update(*states(5))
+        twin = copy.copy(layer)
+        new, other = states(1), states(1)
+        keys, _ = layer.update(*new)
+        other_keys, _ = twin.update(*other)
+    assert torch.equal(keys[:, :, 5:], new[0]) and torch.equal(other_keys[:, :, 5:], other[0])
+
+
+@torch.no_grad()
+def test_a_pickle_holds_no_room():
+    layer = GrowingLayer()
+    layer.update(*states(1000))
+    assert len(pickle.dumps(layer)) < 1.2 * (layer.keys.nbytes + layer.values.nbytes)
+
+
+@torch.no_grad()
+def test_what_is_cached_is_never_narrowed():
+    layers = GrowingLayer(), DynamicLayer()
+    both_updated(layers, 10)
+    narrow = [tensor.bfloat16() for tensor in states(1)]
+    for _ in range(70):
+        for layer in layers:
+            layer.update(*narrow)
+    assert layers[0].keys.dtype == torch.float32
+    assert_same(*layers)
+    layers = GrowingLayer(), DynamicLayer()
+    wide = states(1)
+    for layer in layers:
+        layer.update(*narrow)
+        layer.update(*wide)
+    assert_same(*layers)
+
+
+def test_a_prompt_read_in_inference_mode_or_under_autocast_can_be_continued_without():
+    model, input_ids = asymloop(), tokens(2, 12)
+    for context in (torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with context, torch.no_grad():
+            cache = model(input_ids[:, :9], use_cache=True).past_key_values
+        with torch.no_grad():
+            logits = model(input_ids[:, 9:], past_key_values=cache).logits
+            torch.testing.assert_close(logits, model(input_ids).logits[:, 9:], rtol=0.1, atol=0.1)
+
+
+def test_frozen_keys_and_values_may_be_cached_while_queries_are_trained():
+    model, input_ids = asymloop(), tokens(2, 12)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" in name)
+    model(input_ids, use_cache=False).logits.sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad]
+    model.zero_grad()
+    first = model(input_ids[:, :5], use_cache=True)
+    second = model(input_ids[:, 5:], past_key_values=first.past_key_values)
+    (first.logits.sum() + second.logits.sum()).backward()
+    actual = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_gradients_flow_through_the_cache():

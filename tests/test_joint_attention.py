@@ -295,3 +295,63 @@ def test_cuda_decoding_step():
     for dtype in (torch.float32, torch.bfloat16):
         output, _ = joint_attention(*(tensor.to("cuda", dtype) for tensor in (query, *key_values)), scale=SCALE)
         assert_near(output.cpu().float(), expected, 2e-2)
+
+
+def with_query(query):
+    return [query, *(torch.randn(2, 2, 9, 4) for _ in range(4))]
+
+
+REFUSED = {
+    "no query": (with_query(torch.randn(2, 4, 0, 4)), NO_MASK, "query.shape"),
+    "heads": (with_query(torch.randn(2, 3, 9, 4)), NO_MASK, "global_keys.shape"),
+    "batch": (with_query(torch.randn(1, 4, 9, 4)), NO_MASK, "global_keys.shape"),
+    "head size": (with_query(torch.randn(2, 4, 9, 8)), NO_MASK, "global_keys.shape"),
+    "more queries than keys": (with_query(torch.randn(2, 4, 10, 4)), NO_MASK, "global_keys.shape"),
+    "values": ([torch.randn(2, 2, n, 4) for n in (9, 9, 8, 9, 9)], NO_MASK, "global_values.shape"),
+    "local values": ([torch.randn(2, 2, n, 4) for n in (9, 9, 9, 9, 8)], NO_MASK, "local_values.shape"),
+    "window": (with_query(torch.randn(2, 4, 9, 4)), JointMask(window=0), "mask.window"),
+    "padding": (with_query(torch.randn(2, 4, 9, 4)), JointMask(padding=torch.ones(2, 8) > 0), "mask.padding.shape"),
+    "documents": (with_query(torch.randn(2, 4, 9, 4)), JointMask(documents=torch.ones(2, 8)), "mask.documents.shape"),
+    "padded documents": (
+        with_query(torch.randn(2, 4, 9, 4)),
+        JointMask(padding=torch.ones(2, 9) > 0, documents=torch.zeros(2, 9)),
+        "mask.padding",
+    ),
+    "cached documents": (
+        with_query(torch.randn(2, 4, 8, 4)),
+        JointMask(documents=torch.zeros(2, 8)),
+        "global_keys.shape",
+    ),
+    "ready mask": (
+        with_query(torch.randn(2, 4, 9, 4)),
+        JointMask(global_mask=torch.ones(3, 1, 9, 9) > 0),
+        "mask.global_mask.shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("tensors, mask, field", REFUSED.values(), ids=REFUSED)
+def test_shapes_that_do_not_fit_are_refused_by_name(tensors, mask, field):
+    with pytest.raises(ValueError, match=field):
+        joint_attention(*tensors, mask)
+
+
+def test_autocast_leaves_float64_alone():
+    tensors = [torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(5)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert joint_attention(*tensors)[0].dtype == torch.float64
+
+
+def test_shapes_are_known_on_the_meta_device():
+    output, share = joint_attention(*(torch.empty(2, 3, 9, 4, device="meta") for _ in range(5)), return_share=True)
+    assert output.shape == (2, 3, 9, 4) and share.shape == (2, 3, 9)
+
+
+def test_additive_masks_of_another_dtype():
+    tensors = [torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(5)]
+    seen = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    expected = joint_attention(*tensors, JointMask(global_mask=seen, local_mask=seen))[0]
+    for hidden in (-torch.inf, torch.finfo(torch.float32).min):
+        additive = torch.zeros(1, 1, 5, 5).masked_fill(~seen, hidden)
+        output, _ = joint_attention(*tensors, JointMask(global_mask=additive, local_mask=additive))
+        assert_near(output, expected, 1e-12)

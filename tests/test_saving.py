@@ -98,6 +98,16 @@ print(model.generate(torch.tensor({tokens(2, 7).tolist()}), max_new_tokens=5, do
     assert json.loads(run_without_the_package(code, tmp_path).splitlines()[-1]) == expected.tolist()
 
 
+def test_a_checkpoint_in_a_folder_of_any_name(tmp_path):
+    asymloop().save_pretrained(tmp_path / "modèle-1.b")
+    code = """
+import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained("modèle-1.b", trust_remote_code=True)
+print(tuple(model(torch.tensor([[1, 2, 3]])).logits.shape))
+"""
+    assert run_without_the_package(code, tmp_path).strip() == "(1, 3, 97)"
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_checkpoint_saved_again_without_the_package(name, tmp_path):
     model = MAKERS[name](num_loops=2)

@@ -22,7 +22,7 @@ def attention_share(model, input_ids: torch.LongTensor) -> torch.Tensor:
             f"model_type={config.model_type!r} is not allowed: only 'asymloop' has global KV to attend to."
         )
     if len(input_ids) == 0:
-        raise ValueError("text='' is not allowed: it must have at least one token.")
+        raise ValueError("input_ids of no token are not allowed: the text must have at least one.")
     blocks = input_ids.split(config.max_position_embeddings)[:MAX_BLOCKS]
     total = 0
     for block in blocks:

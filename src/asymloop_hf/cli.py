@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from . import demo, inspection
+from . import demo, inspection, spectra
 
-COMMANDS = (demo, inspection)
+COMMANDS = (demo, inspection, spectra)
 USER_ERRORS = (ValueError, OSError)
 
 

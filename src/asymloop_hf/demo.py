@@ -1,7 +1,7 @@
 """`asymloop demo`: the whole path in a few minutes, from raw text to the scores of AsymLoop and its matched Full Loop.
 
-Both models have the same parameters and effective depth, and see the same tokens in the same order with the same seed
-and schedule.
+Both models have the same parameters and effective depth, and see the same tokens in the same order with the same seed,
+schedule and layerwise learning rates.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from .continuations import NUM_CHOICES, make_continuations, score_continuations
 from .corpus import load_corpus
 from .demo_models import HELD_OUT_POINTS, SIZES, train_model
+from .layerwise_table import write_table
 from .packing import pack
 from .staged_run import StagedRun
 from .tokenizer import train_tokenizer
@@ -105,6 +106,7 @@ def run_stages(run, size, deadline, steps, seed, corpus) -> dict:
             with run.writing(name) as folder:
                 trained.pop("model").save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
+                write_table(trained.pop("layer_rates"), folder)
             results["models"][name] = trained
             print(f"held-out loss {trained['held_out_loss']:.3f}, perplexity {trained['perplexity']:.1f}")
 

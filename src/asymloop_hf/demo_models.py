@@ -18,8 +18,11 @@ from transformers import (
 )
 
 from . import AsymLoopConfig
+from .layerwise_lr import HeavyTailLRCallback
+from .layerwise_table import rows
 
 HELD_OUT_POINTS = 5  # evaluations along a training run
+RATE_UPDATES = 5  # of the layers' learning rates, in the first fifth of a training run
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Size:
     vocab_size: int
     block_size: int
     batch_size: int
-    learning_rate: float
+    learning_rate: float  # the base rate
     num_loops: int = 3
 
     @property
@@ -90,37 +93,41 @@ class LossBar(ProgressCallback):
 def train_model(config, size, blocks, steps, seed) -> dict:
     """Train a new model on `blocks["train"]` with the Trainer, and evaluate it on `blocks["held_out"]`.
 
-    The result holds the `model` and what `results.json` says of it.
+    The result holds the `model`, the `layer_rates` of its training, and what `results.json` says of it.
     """
     set_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     clock = StepClock()
+    every = math.ceil(steps / 5 / RATE_UPDATES)
+    llr = HeavyTailLRCallback(every=every, ramp=every // 2)
     with tempfile.TemporaryDirectory() as scratch:
+        args = TrainingArguments(
+            output_dir=scratch,
+            max_steps=steps,
+            per_device_train_batch_size=size.batch_size,
+            per_device_eval_batch_size=8,
+            learning_rate=size.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=math.ceil(steps / 10),
+            weight_decay=0.1,
+            logging_steps=math.ceil(steps / 50),
+            eval_strategy="steps",
+            eval_steps=math.ceil(steps / HELD_OUT_POINTS),
+            prediction_loss_only=True,
+            save_strategy="no",
+            report_to="none",
+            seed=seed,
+            data_seed=seed,
+            dataloader_pin_memory=torch.cuda.is_available(),
+        )
         trainer = Trainer(
             model=model,
-            args=TrainingArguments(
-                output_dir=scratch,
-                max_steps=steps,
-                per_device_train_batch_size=size.batch_size,
-                per_device_eval_batch_size=8,
-                learning_rate=size.learning_rate,
-                lr_scheduler_type="cosine",
-                warmup_steps=math.ceil(steps / 10),
-                weight_decay=0.1,
-                logging_steps=math.ceil(steps / 50),
-                eval_strategy="steps",
-                eval_steps=math.ceil(steps / HELD_OUT_POINTS),
-                prediction_loss_only=True,
-                save_strategy="no",
-                report_to="none",
-                seed=seed,
-                data_seed=seed,
-                dataloader_pin_memory=torch.cuda.is_available(),
-            ),
+            args=args,
             data_collator=default_data_collator,
             train_dataset=blocks["train"],
             eval_dataset=blocks["held_out"],
-            callbacks=[clock],
+            optimizer_cls_and_kwargs=llr.optimizer(args),
+            callbacks=[clock, llr],
         )
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(LossBar)
@@ -130,6 +137,7 @@ def train_model(config, size, blocks, steps, seed) -> dict:
     held_out_losses = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
     return {
         "model": model,
+        "layer_rates": rows(history),
         "parameters": model.num_parameters(),
         "effective_depth": config.num_hidden_layers,
         "steps": steps,

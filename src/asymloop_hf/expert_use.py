@@ -48,7 +48,7 @@ def expert_use(model, input_ids: torch.LongTensor) -> dict[str, ExpertUse]:
     if config.num_experts == 0:
         raise ValueError("num_experts=0 is not allowed: only a model with experts has a routing to show.")
     if len(input_ids) == 0:
-        raise ValueError("text='' is not allowed: it must have at least one token.")
+        raise ValueError("input_ids of no token are not allowed: the text must have at least one.")
     picks = []
     for block in input_ids.split(config.max_position_embeddings)[:MAX_BLOCKS]:
         outputs = model(block[None].to(model.device), use_cache=False, output_router_logits=True)

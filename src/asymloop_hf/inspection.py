@@ -2,16 +2,20 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .attention_share import attention_share, format_shares, plot_shares
+from .attention_share import MAX_BLOCKS, attention_share, format_shares, plot_shares
 from .budget import EXAMPLE_WINDOW, format_table, load_config, matched_budgets
 from .expert_use import expert_use, format_use, plot_use
 from .modeling.backbones import BACKBONES
 from .modeling.configuration_asymloop import PRESETS
+
+DEFAULT_PLOT = Path("attention-share.png")
+DEFAULT_EXPERT_PLOT = Path("expert-use.png")
 
 
 def inspect(arguments: argparse.Namespace) -> None:
@@ -19,27 +23,39 @@ def inspect(arguments: argparse.Namespace) -> None:
     config = load_config(arguments.model, arguments.backbone)
     context = config.max_position_embeddings if arguments.context is None else arguments.context
     budgets = matched_budgets(config, context)
+    check_plot("plot", arguments.plot, arguments.text)
+    check_plot("expert_plot", arguments.expert_plot, arguments.text)
+    if arguments.expert_plot is not None and config.num_experts == 0:
+        raise ValueError(f"expert_plot={str(arguments.expert_plot)!r} is not allowed: the model has no experts.")
     shares, uses = (None, None) if arguments.text is None else measure(arguments.model, arguments.text)
     if arguments.json:
         printed = {"context": context, **{name: asdict(costs) for name, costs in budgets.items()}}
         if shares is not None:
             printed["attention_share"] = shares.tolist()
         if uses is not None:
-            printed["expert_use"] = {
-                name: {"use": routing.use.tolist(), "change": routing.change.tolist()}
-                for name, routing in uses.items()
-            }
+            as_lists = {name: {"use": use.use.tolist(), "change": use.change.tolist()} for name, use in uses.items()}
+            printed["expert_use"] = as_lists
         print(json.dumps(printed, indent=2))
     else:
         print(format_table(budgets, context, getattr(config, "local_window", None) or EXAMPLE_WINDOW))
     for measured, as_text, plot, file, what in (
-        (shares, format_shares, plot_shares, arguments.plot, "by head"),
-        (uses, format_use, plot_use, arguments.expert_plot, "by expert"),
+        (shares, format_shares, plot_shares, arguments.plot or DEFAULT_PLOT, "by head"),
+        (uses, format_use, plot_use, arguments.expert_plot or DEFAULT_EXPERT_PLOT, "by expert"),
     ):
-        if measured is not None:
-            plot(measured, file)
-            if not arguments.json:
-                print(f"\n{as_text(measured)}\n{what}: {file}")
+        if measured is None:
+            continue
+        plot(measured, file)
+        if not arguments.json:
+            print(f"\n{as_text(measured)}\n{what}: {file}")
+
+
+def check_plot(option: str, plot: Path | None, text: Path | None) -> None:
+    if plot is None:
+        return
+    if text is None:
+        raise ValueError(f"{option}={str(plot)!r} is not allowed without --text: it shows what happens on a text.")
+    if plot.suffix != ".png" or not plot.parent.is_dir():
+        raise ValueError(f"{option}={str(plot)!r} is not allowed: it must be a .png file in a folder that exists.")
 
 
 def measure(checkpoint: str, file: Path) -> tuple:
@@ -59,7 +75,12 @@ def read(checkpoint: str, file: Path) -> tuple:
     except UnicodeDecodeError as error:
         raise ValueError(f"text={str(file)!r} is not allowed: it must be a file of UTF-8 text ({error}).") from error
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    if not text:
+        raise ValueError(f"text={str(file)!r} is not allowed: the file must not be empty.")
     input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
+    read = MAX_BLOCKS * load_config(checkpoint).max_position_embeddings
+    if len(input_ids) > read:
+        print(f"{file}: the first {read:,} of {len(input_ids):,} tokens are read", file=sys.stderr)
     return AutoModelForCausalLM.from_pretrained(checkpoint).eval(), input_ids
 
 
@@ -75,8 +96,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         type=Path,
         help="a text file: how much attention goes to global KV, and which experts are picked, by loop and layer",
     )
-    parser.add_argument("--plot", type=Path, default=Path("attention-share.png"), help="where its plot is written")
+    parser.add_argument("--plot", type=Path, help=f"where its plot is written (default: {DEFAULT_PLOT})")
     parser.add_argument(
-        "--expert-plot", type=Path, default=Path("expert-use.png"), help="where the plot of experts is written"
+        "--expert-plot", type=Path, help=f"where the plot of experts is written (default: {DEFAULT_EXPERT_PLOT})"
     )
     parser.set_defaults(run=inspect)

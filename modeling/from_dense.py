@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from .backbones import BACKBONES
@@ -35,17 +35,16 @@ def load_dense(model_or_path: PreTrainedModel | str) -> PreTrainedModel:
     Raises:
         `ValueError`: a kind of model that no backbone has the layers of, or one with a sliding window.
     """
-    if isinstance(model_or_path, PreTrainedModel):
-        dense = model_or_path
-    else:
-        dense = AutoModelForCausalLM.from_pretrained(model_or_path, dtype="auto")
-    model_type = dense.config.model_type
-    require(model_type in DENSE_MODELS, "model_type", model_type, f"one of {tuple(DENSE_MODELS)}")
-    is_causal_lm = hasattr(dense, "lm_head") and hasattr(dense, "model")
-    require(is_causal_lm, "model_or_path", type(dense).__name__, "a causal language model")
-    window = getattr(dense.config, "sliding_window", None)
+    is_loaded = isinstance(model_or_path, PreTrainedModel)
+    config = model_or_path.config if is_loaded else AutoConfig.from_pretrained(model_or_path)
+    require(config.model_type in DENSE_MODELS, "model_type", config.model_type, f"one of {tuple(DENSE_MODELS)}")
+    window = getattr(config, "sliding_window", None)
     require(window is None, "sliding_window", window, "None in the dense model: the encoder attends to everything")
-    return dense
+    if not is_loaded:
+        return AutoModelForCausalLM.from_pretrained(model_or_path, dtype="auto")
+    is_causal_lm = hasattr(model_or_path, "lm_head") and hasattr(model_or_path, "model")
+    require(is_causal_lm, "model_or_path", type(model_or_path).__name__, "a causal language model")
+    return model_or_path
 
 
 def config_from_dense(dense_config, **fields) -> AsymLoopConfig:

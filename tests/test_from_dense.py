@@ -148,10 +148,11 @@ def test_wrong_arguments_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize("config", [GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=20), Qwen3Config(**SIZES)])
-def test_other_kinds_of_models_are_refused(config):
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=f"model_type='{config.model_type}' .* one of .'llama', 'mistral', 'qwen2'"):
-        AsymLoopForCausalLM.from_dense(model)
+def test_other_kinds_of_models_are_refused(config, tmp_path):
+    config.save_pretrained(tmp_path)  # no weights are read before the kind is known
+    for model_or_path in (AutoModelForCausalLM.from_config(config), tmp_path):
+        with pytest.raises(ValueError, match=f"model_type='{config.model_type}' .* one of .'llama', 'mistral', 'qwen"):
+            AsymLoopForCausalLM.from_dense(model_or_path)
 
 
 def test_a_sliding_window_and_another_head_are_refused():

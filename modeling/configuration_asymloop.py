@@ -1,8 +1,10 @@
 """The configuration of AsymLoop: an encoder that runs once, a weight-tied decoder that loops over its key/values."""
 
 import copy
-from dataclasses import fields
+import math
+from dataclasses import field, fields
 
+from .backbones import BACKBONES, EXPERT_ALIGNMENT, tensor_parallel_plan
 from .configuration_fullloop import FullLoopConfig
 from .configuration_looped import LoopedConfig, is_positive_int, require
 
@@ -13,6 +15,9 @@ PRESETS = {
     "350m": (1024, 2736, 16, 24),
     "1b": (2048, 5461, 32, 24),
 }
+# A preset with experts: a token passes as many parameters as in the dense preset, up to rounding, and the routers.
+SPARSE_PRESET = {"num_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True}
+STACKS = ("encoder", "decoder")
 
 
 class AsymLoopConfig(LoopedConfig):
@@ -35,6 +40,8 @@ class AsymLoopConfig(LoopedConfig):
             embeddings before each later loop, and before the first one too where the state starts from the encoder.
         local_window (`int`, *optional*):
             How far back local attention reads: `None` for everything, 1 for the position itself only.
+        moe_stacks (`list[str]`, *optional*, defaults to `["encoder", "decoder"]`):
+            The stacks whose MLPs are sparse where there are experts.
 
     The other fields are those of [`LoopedConfig`].
 
@@ -51,11 +58,6 @@ class AsymLoopConfig(LoopedConfig):
     """
 
     model_type = "asymloop"
-    base_model_tp_plan = {
-        f"{stack}.{module}": style
-        for stack in ("encoder", "decoder")
-        for module, style in FullLoopConfig.base_model_tp_plan.items()
-    }
     _layer_counts = ("num_encoder_layers", "num_decoder_layers")
     _input_injections = ("none", "state", "embedding")
     _derived = ("num_hidden_layers", "layer_types", "sliding_window", "global_kv_map")
@@ -66,6 +68,7 @@ class AsymLoopConfig(LoopedConfig):
     global_kv_layers: list[int] | None = None
     decoder_init: str = "encoder"
     local_window: int | None = None
+    moe_stacks: list[str] = field(default_factory=lambda: list(STACKS))
 
     def _num_visits(self) -> int:
         return self.num_encoder_layers + self.num_loops * self.num_decoder_layers
@@ -89,6 +92,15 @@ class AsymLoopConfig(LoopedConfig):
             return self.global_kv_layers
         return [j * self.num_encoder_layers // self.num_decoder_layers for j in range(self.num_decoder_layers)]
 
+    def is_sparse(self, stack: str) -> bool:
+        """Whether the MLPs of a stack, `"encoder"` or `"decoder"`, have experts."""
+        return self.num_experts > 0 and stack in self.moe_stacks
+
+    def _tensor_parallel_plan(self) -> dict[str, str]:
+        backbone = BACKBONES[self.backbone]
+        plans = {stack: tensor_parallel_plan(backbone, self.is_sparse(stack)) for stack in STACKS}
+        return {f"{stack}.{name}": style for stack, plan in plans.items() for name, style in plan.items()}
+
     def validate_architecture(self) -> None:
         super().validate_architecture()
         require(
@@ -100,6 +112,7 @@ class AsymLoopConfig(LoopedConfig):
         inits = ("encoder", "embedding")
         require(self.decoder_init in inits, "decoder_init", self.decoder_init, f"one of {inits}")
         self._check_global_kv_layers()
+        self._check_moe_stacks()
 
     def _check_global_kv_layers(self) -> None:
         layers = self.global_kv_layers
@@ -112,22 +125,39 @@ class AsymLoopConfig(LoopedConfig):
             in_range = [type(i) is int and 0 <= i < self.num_encoder_layers for i in layers]
             require(len(layers) == self.num_decoder_layers and all(in_range), "global_kv_layers", layers, allowed)
 
+    def _check_moe_stacks(self) -> None:
+        stacks, allowed = self.moe_stacks, f"a list of one or both of {STACKS}"
+        require(isinstance(stacks, (list, tuple)) and len(stacks) > 0, "moe_stacks", stacks, allowed)
+        is_known = all(stack in STACKS for stack in stacks) and len(set(stacks)) == len(stacks)
+        require(is_known, "moe_stacks", stacks, allowed)
+
     @classmethod
-    def preset(cls, size: str, **overrides) -> "AsymLoopConfig":
+    def preset(cls, size: str, backbone: str = "llama", **overrides) -> "AsymLoopConfig":
         """
         The configuration of a named size (`"60m"`, `"130m"`, `"350m"`, `"1b"`): half of the layers encode, half loop.
 
+        With experts, as `"olmoe"` has them and `num_experts=8` gives them to `"llama"`, a size tells what a token
+        passes: each of its `num_experts_per_tok` experts has that part of the dense MLP's size, rounded up to 8.
+
         Args:
             size: the name, as in the experiments with layerwise learning rates.
+            backbone: the kind of the layers.
             overrides: any field of the configuration, in place of the preset's value.
 
         Raises:
             `ValueError`: an unknown size.
         """
         require(size in tuple(PRESETS), "size", size, f"one of {tuple(PRESETS)}")
+        require(backbone in tuple(BACKBONES), "backbone", backbone, f"one of {tuple(BACKBONES)}")
         hidden_size, intermediate_size, num_attention_heads, num_layers = PRESETS[size]
+        if overrides.get("num_experts", BACKBONES[backbone].needs_experts):
+            overrides = {**SPARSE_PRESET, **overrides}
+            num_active = overrides["num_experts_per_tok"]
+            require(is_positive_int(num_active), "num_experts_per_tok", num_active, "a positive integer")
+            intermediate_size = math.ceil(intermediate_size / num_active / EXPERT_ALIGNMENT) * EXPERT_ALIGNMENT
         return cls(
             **{
+                "backbone": backbone,
                 "hidden_size": hidden_size,
                 "intermediate_size": intermediate_size,
                 "num_attention_heads": num_attention_heads,
@@ -143,8 +173,14 @@ class AsymLoopConfig(LoopedConfig):
         `Rf = (Le + R * Ld) / (Le + Ld)` loops.
 
         Raises:
-            `ValueError`: no whole number of loops gives the same depth.
+            `ValueError`: no whole number of loops gives the same depth, or one stack is sparse and the other dense.
         """
+        require(
+            self.is_sparse("encoder") == self.is_sparse("decoder"),
+            "moe_stacks",
+            self.moe_stacks,
+            f"{list(STACKS)}: the layers of a Full Loop are all alike",
+        )
         num_layers = self.num_encoder_layers + self.num_decoder_layers
         num_loops, rest = divmod(self.num_hidden_layers, num_layers)
         require(

@@ -5,7 +5,8 @@ from .configuration_looped import LoopedConfig
 
 class FullLoopConfig(LoopedConfig):
     """
-    Configuration of a Full Loop model: all `num_layers` layers run `num_loops` times. With one loop it is a Llama.
+    Configuration of a Full Loop model: all `num_layers` layers run `num_loops` times. With one loop it is a Llama, or
+    what the backbone is.
 
     Args:
         num_layers (`int`, *optional*, defaults to 12):
@@ -19,15 +20,6 @@ class FullLoopConfig(LoopedConfig):
     """
 
     model_type = "fullloop"
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
     _layer_counts = ("num_layers",)
     _input_injections = ("none", "embedding")
 

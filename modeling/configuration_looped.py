@@ -7,6 +7,10 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .backbones import BACKBONES, tensor_parallel_plan
+
+NO_ROUTERS = "False with num_experts=0: there are no routers"
+
 
 def require(condition: bool, field: str, value, allowed: str) -> None:
     """Raise a `ValueError` that names the field, its value and what is allowed, unless `condition` holds."""
@@ -20,6 +24,11 @@ def is_positive_int(value) -> bool:
 
 def is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def backbones_with(feature: str) -> tuple[str, ...]:
+    """The names of the backbones that have a feature: see [`Backbone`]."""
+    return tuple(name for name, backbone in BACKBONES.items() if getattr(backbone, feature))
 
 
 class LoopedConfig(PreTrainedConfig):
@@ -37,6 +46,21 @@ class LoopedConfig(PreTrainedConfig):
         embedding_initializer_range (`float`, *optional*):
             Standard deviation of the token embeddings at initialisation. `None` stands for 1.0, or for
             `initializer_range` where the head shares the embeddings: see `docs/architecture.md`.
+        backbone (`str`, *optional*, defaults to `"llama"`):
+            The kind of the layers: `"llama"`; `"olmo"`, norms without weights; `"olmo2"`, norms after attention and
+            MLP, normalised queries and keys; `"olmoe"`, normalised queries and keys, experts.
+        clip_qkv (`float`, *optional*):
+            The largest absolute value of queries, keys and values; for `"olmo"` and `"olmoe"`.
+        num_experts (`int`, *optional*, defaults to 0):
+            Experts of each sparse MLP, of `intermediate_size` each; 0 for dense MLPs. For `"llama"` and `"olmoe"`.
+        num_experts_per_tok (`int`, *optional*, defaults to 2):
+            Experts that a router picks for a token.
+        norm_topk_prob (`bool`, *optional*, defaults to `False`):
+            Whether the weights of the picked experts are made to sum to one, as in Mixtral.
+        router_aux_loss_coef (`float`, *optional*, defaults to 0.01):
+            Factor of the load-balancing loss, which counts every visit, in the loss.
+        output_router_logits (`bool`, *optional*, defaults to `False`):
+            Whether the router logits are returned and the load-balancing loss is added to the loss.
 
     Raises:
         `ValueError`: a value out of range; the message names the field, the value and what is allowed.
@@ -44,6 +68,7 @@ class LoopedConfig(PreTrainedConfig):
 
     # What follows from the fields; a value given for one must be the one that follows.
     _derived = ("num_hidden_layers",)
+    attribute_map = {"num_local_experts": "num_experts"}
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     vocab_size: int = 32000
@@ -68,6 +93,13 @@ class LoopedConfig(PreTrainedConfig):
     mlp_bias: bool = False
     num_loops: int = 2
     input_injection: str = "embedding"
+    backbone: str = "llama"
+    clip_qkv: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 2
+    norm_topk_prob: bool = False
+    router_aux_loss_coef: float = 0.01
+    output_router_logits: bool = False
 
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:
@@ -77,12 +109,12 @@ class LoopedConfig(PreTrainedConfig):
             self._check_head_split()
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.validate_architecture()
+        self.base_model_tp_plan = self._tensor_parallel_plan()
         for name in self._derived:
             if name in kwargs:
                 value, derived = kwargs.pop(name), getattr(self, name)
                 require(value == derived, name, value, f"{derived!r}, which follows from the other fields")
         super().__post_init__(**kwargs)
-        self._check_what_is_to_come()
         rope_type, allowed = self.rope_parameters.get("rope_type"), ("default", *ROPE_INIT_FUNCTIONS)
         require(rope_type in allowed, "rope_parameters['rope_type']", rope_type, f"one of {allowed}")
 
@@ -116,10 +148,46 @@ class LoopedConfig(PreTrainedConfig):
         for field in positive:
             require(is_positive_int(getattr(self, field)), field, getattr(self, field), "a positive integer")
 
-    def _check_what_is_to_come(self) -> None:
-        for name, only in (("backbone", "llama"), ("num_experts", 0)):
-            value = getattr(self, name, only)
-            require(value == only, name, value, f"{only!r}, the only one that there is so far")
+    def _tensor_parallel_plan(self) -> dict[str, str]:
+        """How Transformers' tensor parallelism splits the base model, by the names of its modules."""
+        return tensor_parallel_plan(BACKBONES[self.backbone], self.num_experts > 0)
+
+    def _check_backbone(self) -> None:
+        name, clip = self.backbone, self.clip_qkv
+        require(name in tuple(BACKBONES), "backbone", name, f"one of {tuple(BACKBONES)}")
+        require(clip is None or (is_number(clip) and clip > 0), "clip_qkv", clip, "None or a number above 0")
+        clips = backbones_with("clips_qkv")
+        require(clip is None or name in clips, "clip_qkv", clip, f"None with backbone={name!r}; {clips} can clip")
+        biases = backbones_with("has_mlp_bias")
+        require(
+            self.mlp_bias is False or (name in biases and not self.num_experts),
+            "mlp_bias",
+            self.mlp_bias,
+            f"False with backbone={name!r} and num_experts={self.num_experts}; dense MLPs of {biases} can have biases",
+        )
+        require(
+            not BACKBONES[name].splits_hidden_size or self.head_dim * self.num_attention_heads == self.hidden_size,
+            "head_dim",
+            self.head_dim,
+            f"hidden_size / num_attention_heads = {self.hidden_size / self.num_attention_heads:g} with "
+            f"backbone={name!r}",
+        )
+
+    def _check_experts(self) -> None:
+        count, per_token = self.num_experts, self.num_experts_per_tok
+        require(type(count) is int and count >= 0, "num_experts", count, "an integer of at least 0")
+        sparse = backbones_with("moe")
+        needs = BACKBONES[self.backbone].needs_experts
+        require(
+            not count or self.backbone in sparse, "num_experts", count, f"0 with a backbone that is not of {sparse}"
+        )
+        require(count or not needs, "num_experts", count, f"a positive integer with backbone={self.backbone!r}")
+        require(is_positive_int(per_token), "num_experts_per_tok", per_token, "a positive integer")
+        require(not count or per_token <= count, "num_experts_per_tok", per_token, f"at most num_experts={count}")
+        coefficient = self.router_aux_loss_coef
+        require(is_number(coefficient) and coefficient >= 0, "router_aux_loss_coef", coefficient, "at least 0")
+        wanted = self.output_router_logits
+        require(count or not wanted, "output_router_logits", wanted, NO_ROUTERS)
 
     def _check_numbers(self) -> None:
         dropout = self.attention_dropout
@@ -140,7 +208,6 @@ class LoopedConfig(PreTrainedConfig):
     def validate_architecture(self) -> None:
         """Check every field; called when the configuration is made and again when a model is made from it."""
         self._check_sizes()
-        self._check_what_is_to_come()
         require(
             is_positive_int(self.head_dim) and self.head_dim % 2 == 0,
             "head_dim",
@@ -154,8 +221,11 @@ class LoopedConfig(PreTrainedConfig):
             f"a divisor of num_attention_heads={self.num_attention_heads}",
         )
         self._check_numbers()
-        for field in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache"):
+        flags = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache")
+        for field in (*flags, "norm_topk_prob", "output_router_logits"):
             require(isinstance(getattr(self, field), bool), field, getattr(self, field), "True or False")
+        self._check_backbone()
+        self._check_experts()
         require(
             self.rope_parameters is None or isinstance(self.rope_parameters, dict),
             "rope_parameters",

@@ -1,10 +1,12 @@
 """AsymLoop, the asymmetric looped transformer: a causal encoder runs once, a weight-tied decoder loops over it."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
@@ -13,16 +15,17 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .backbones import BACKBONES, new_layer
 from .cache_asymloop import AsymLoopCache, DecoderInput
 from .configuration_asymloop import AsymLoopConfig
 from .configuration_looped import is_positive_int, require
-from .joint_layers import JointAttentionConfig, JointKeyValues, KeyValueRecorder
+from .from_dense import from_dense
 from .joint_mask import JointMask, joint_masks
+from .layers_asymloop import DECODER_LAYERS, ENCODER_LAYERS
 from .modeling_looped import (
     CACHE_NAME,
     LoopedCausalLM,
@@ -39,40 +42,13 @@ from .modeling_looped import (
 GlobalKeyValues = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-class AsymLoopEncoderLayer(LlamaDecoderLayer):
-    """An ordinary causal layer that also returns its keys and values: the global KV."""
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        recorder = KeyValueRecorder(kwargs.pop(CACHE_NAME))
-        hidden_states = super().forward(hidden_states, **{CACHE_NAME: recorder}, **kwargs)
-        return hidden_states, recorder.keys, recorder.values
-
-
-class AsymLoopDecoderLayer(LlamaDecoderLayer):
-    """An ordinary causal layer whose attention reads global and local KV through one softmax."""
-
-    def __init__(self, config: AsymLoopConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.self_attn.config = JointAttentionConfig(config)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        global_keys: torch.Tensor,
-        global_values: torch.Tensor,
-        slot: int,
-        output_attention_share: bool = False,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        sources = JointKeyValues(global_keys, global_values, kwargs.pop(CACHE_NAME), slot, output_attention_share)
-        hidden_states = super().forward(hidden_states, sources=sources, **{CACHE_NAME: sources}, **kwargs)
-        return hidden_states, sources.global_share
-
-
 class AsymLoopEncoder(nn.Module):
     def __init__(self, config: AsymLoopConfig):
         super().__init__()
-        self.layers = nn.ModuleList([AsymLoopEncoderLayer(config, i) for i in range(config.num_encoder_layers)])
+        layer_class, is_sparse = ENCODER_LAYERS[config.backbone], config.is_sparse("encoder")
+        self.layers = nn.ModuleList(
+            [new_layer(layer_class, config, i, is_sparse) for i in range(config.num_encoder_layers)]
+        )
 
     def forward(
         self, hidden_states: torch.Tensor, cache: Cache | None, **kwargs
@@ -88,7 +64,10 @@ class AsymLoopDecoder(nn.Module):
     def __init__(self, config: AsymLoopConfig):
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList([AsymLoopDecoderLayer(config, j) for j in range(config.num_decoder_layers)])
+        layer_class, is_sparse = DECODER_LAYERS[config.backbone], config.is_sparse("decoder")
+        self.layers = nn.ModuleList(
+            [new_layer(layer_class, config, j, is_sparse) for j in range(config.num_decoder_layers)]
+        )
 
     def forward(
         self,
@@ -124,9 +103,9 @@ class AsymLoopDecoder(nn.Module):
 
 
 @dataclass
-class AsymLoopModelOutputWithPast(BaseModelOutputWithPast):
+class AsymLoopModelOutputWithPast(MoeModelOutputWithPast):
     """
-    Args (those of `BaseModelOutputWithPast`, and):
+    Args (those of `MoeModelOutputWithPast`, and):
         attention_share (`tuple[torch.FloatTensor]`, with `output_attention_share=True`): for each visit of a decoder
             layer, in slot order, the mean share of attention that goes to the global KV, of shape
             `(batch, num_attention_heads)`; over the visited positions that are not padding (with a ready mask of four
@@ -137,8 +116,8 @@ class AsymLoopModelOutputWithPast(BaseModelOutputWithPast):
 
 
 @dataclass
-class AsymLoopCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """As `CausalLMOutputWithPast`; `attention_share` is that of [`AsymLoopModelOutputWithPast`]."""
+class AsymLoopCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
+    """As `MoeCausalLMOutputWithPast`; `attention_share` is that of [`AsymLoopModelOutputWithPast`]."""
 
     attention_share: tuple[torch.FloatTensor, ...] | None = None
 
@@ -146,7 +125,7 @@ class AsymLoopCausalLMOutputWithPast(CausalLMOutputWithPast):
 class AsymLoopPreTrainedModel(LoopedPreTrainedModel):
     config: AsymLoopConfig
     config_class = AsymLoopConfig
-    _no_split_modules = ["AsymLoopEncoderLayer", "AsymLoopDecoderLayer"]
+    _no_split_modules = [layer.__name__ for layer in (*ENCODER_LAYERS.values(), *DECODER_LAYERS.values())]
     _auto_map = {
         "AutoConfig": "configuration_asymloop.AsymLoopConfig",
         "AutoModel": "modeling_asymloop.AsymLoopModel",
@@ -165,8 +144,9 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.encoder = AsymLoopEncoder(config)
         self.decoder = AsymLoopDecoder(config)
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        backbone = BACKBONES[config.backbone]
+        self.norm = backbone.norm(config)
+        self.rotary_emb = backbone.rotary(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -347,6 +327,54 @@ class AsymLoopForCausalLM(LoopedCausalLM, AsymLoopPreTrainedModel, GenerationMix
     """The language model. `output_attention_share=True` is passed on to [`AsymLoopModel`]."""
 
     _output_class = AsymLoopCausalLMOutputWithPast
+
+    @classmethod
+    def from_dense(
+        cls,
+        model_or_path: PreTrainedModel | str,
+        num_encoder_layers: int | None = None,
+        num_decoder_layers: int | None = None,
+        num_loops: int = 3,
+        encoder_from: Sequence[int] | None = None,
+        decoder_from: Sequence[int] | None = None,
+        silent_decoder: bool = False,
+        input_injection: str = "none",
+        output_loading_info: bool = False,
+        **fields,
+    ) -> "AsymLoopForCausalLM":
+        """
+        Start from a trained Llama, Mistral, Qwen2, Mixtral, OLMo, OLMo2 or OLMoE: copy some of its layers into encoder
+        and decoder, and its embeddings, norm and head. Its tokenizer is the model's too.
+
+        Args:
+            model_or_path: the trained model, or the folder or hub name of its checkpoint.
+            num_encoder_layers, num_decoder_layers: by default the layers that are named, or half of the dense ones.
+            encoder_from: the dense layer that each encoder layer is copied from, by default the first ones.
+            decoder_from: the dense layer that each decoder layer is copied from, by default the last ones.
+            silent_decoder: set the output of the decoder's layers to zero. With `encoder_from` all layers, the model
+                then starts as the dense model, exactly.
+            input_injection: as in the configuration; the dense layers have seen none.
+            output_loading_info: return also what was copied, dropped and made new, by the names of the weights.
+            fields: other fields of [`AsymLoopConfig`].
+
+        Returns:
+            The model in evaluation mode; what was copied, dropped and made new is logged.
+
+        Raises:
+            `ValueError`: a kind of model that is not supported, or layers out of range.
+        """
+        fields |= {"num_loops": num_loops, "input_injection": input_injection}
+        model, info = from_dense(
+            cls,
+            model_or_path,
+            num_encoder_layers,
+            num_decoder_layers,
+            encoder_from,
+            decoder_from,
+            silent_decoder,
+            **fields,
+        )
+        return (model, info) if output_loading_info else model
 
     def encode(self, *args, **kwargs) -> AsymLoopCache:
         """Run the encoder alone: see [`AsymLoopModel.encode`]."""

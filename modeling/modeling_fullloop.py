@@ -1,4 +1,4 @@
-"""Full Loop, the baseline: Llama whose whole stack runs several times with the same weights."""
+"""Full Loop, the baseline: Llama, or another backbone, whose whole stack runs several times with the same weights."""
 
 import torch
 from torch import nn
@@ -10,11 +10,11 @@ from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .backbones import BACKBONES, new_layer
 from .configuration_fullloop import FullLoopConfig
 from .configuration_looped import is_positive_int, require
 from .modeling_looped import (
@@ -47,7 +47,7 @@ class LoopSlots:
 class FullLoopPreTrainedModel(LoopedPreTrainedModel):
     config: FullLoopConfig
     config_class = FullLoopConfig
-    _no_split_modules = ["LlamaDecoderLayer"]
+    _no_split_modules = [backbone.layer.__name__ for backbone in BACKBONES.values()]
     _supports_flash_attn = True
     _supports_flex_attn = True
     _auto_map = {
@@ -66,9 +66,13 @@ class FullLoopModel(FullLoopPreTrainedModel):
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList([LlamaDecoderLayer(config, layer_idx) for layer_idx in range(config.num_layers)])
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        backbone = BACKBONES[config.backbone]
+        is_sparse = config.num_experts > 0
+        self.layers = nn.ModuleList(
+            [new_layer(backbone.layer, config, layer_idx, is_sparse) for layer_idx in range(config.num_layers)]
+        )
+        self.norm = backbone.norm(config)
+        self.rotary_emb = backbone.rotary(config=config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -85,7 +89,7 @@ class FullLoopModel(FullLoopPreTrainedModel):
         num_loops: int | None = None,
         past_key_values: Cache | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> MoeModelOutputWithPast:
         """
         Args (those of `LlamaModel`, and):
             num_loops: loops to run, more or fewer than `config.num_loops`.
@@ -125,7 +129,7 @@ class FullLoopModel(FullLoopPreTrainedModel):
                     **{CACHE_NAME: slots},
                     **kwargs,
                 )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
 
 class FullLoopForCausalLM(LoopedCausalLM, FullLoopPreTrainedModel, GenerationMixin): ...

@@ -10,13 +10,16 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import AutoModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRouter
 from transformers.utils import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder
 
-from .configuration_looped import is_positive_int, require
+from .backbones import BACKBONES, EXPERT_ALIGNMENT
+from .configuration_looped import NO_ROUTERS, is_positive_int, require
+from .load_balancing import load_balancing_loss
 
 try:
     from transformers.modeling_utils import slice_logits_to_keep
@@ -89,7 +92,11 @@ class LoopedPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": LlamaDecoderLayer, "attentions": LlamaAttention}
+    _can_record_outputs = {
+        "hidden_states": [backbone.layer for backbone in BACKBONES.values()],
+        "attentions": [backbone.attention for backbone in BACKBONES.values()],
+        "router_logits": OutputRecorder(OlmoeTopKRouter, index=0),
+    }
 
     def __init__(self, config, *args, **kwargs):
         config.validate_architecture()
@@ -105,6 +112,23 @@ class LoopedPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self._embedding_std())
             if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
                 init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, OlmoeExperts):
+            init.normal_(module.gate_up_proj, std=self.config.initializer_range)
+            init.normal_(module.down_proj, std=self.config.initializer_range)
+        elif isinstance(module, OlmoeTopKRouter):
+            init.normal_(module.weight, std=self.config.initializer_range)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """Transformers looks for its experts in the source of a model; ours come from its own modules."""
+        return True
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """As in Transformers, but the default is eager where the grouped product cannot take experts of that size."""
+        sizes = (self.config.hidden_size, self.config.intermediate_size)
+        if requested_experts is None and any(size % EXPERT_ALIGNMENT for size in sizes):
+            requested_experts = "eager"
+        return super().get_correct_experts_implementation(requested_experts)
 
     def _embedding_std(self) -> float:
         if self.config.embedding_initializer_range is not None:
@@ -140,7 +164,7 @@ class LoopedCausalLM:
     """The causal language model on top of a looped model; subclasses add it to their base class."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _output_class = CausalLMOutputWithPast
+    _output_class = MoeCausalLMOutputWithPast
     _tp_plan = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config):
@@ -163,19 +187,27 @@ class LoopedCausalLM:
         logits_to_keep: int | torch.Tensor = 0,
         num_loops: int | None = None,
         past_key_values: Cache | None = None,
+        output_router_logits: bool | None = None,
         **kwargs,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
         """
         Args (those of `LlamaForCausalLM`, and):
             num_loops: loops to run, more or fewer than `config.num_loops`; with a cache, those it was made for.
             past_key_values: another name of `cache`, for Transformers before 5.24.
+            output_router_logits: return the router logits of each visit of a sparse layer and the load-balancing loss,
+                and add the latter to the loss; by default `config.output_router_logits`.
 
         Returns:
             The loss (with `labels`), logits of shape `(batch, length, vocab_size)` and the cache.
 
         Raises:
-            `ValueError`: `num_loops` is not a positive integer, or the cache was made for other layers or loops.
+            `ValueError`: `num_loops` is not a positive integer, the cache was made for other layers or loops, or
+                `output_router_logits` without routers.
         """
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        has_routers = self.config.num_experts > 0
+        require(has_routers or not output_router_logits, "output_router_logits", output_router_logits, NO_ROUTERS)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -184,6 +216,7 @@ class LoopedCausalLM:
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             num_loops=num_loops,
+            output_router_logits=output_router_logits,
             **self._outputs_wanted(logits_to_keep),
             **kwargs,
         )
@@ -191,8 +224,21 @@ class LoopedCausalLM:
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        aux_loss = None
+        if output_router_logits:
+            aux_loss = load_balancing_loss(self.config, outputs.router_logits, attention_mask, logits.shape[0])
+            self._check_gradient(aux_loss, outputs.last_hidden_state)
+            if loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
         rest = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
-        return self._output_class(loss=loss, logits=logits, **rest)
+        return self._output_class(loss=loss, aux_loss=aux_loss, logits=logits, **rest)
+
+    def _check_gradient(self, aux_loss: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """Raise a `ValueError` where reentrant checkpoints would silently leave the routers without the loss."""
+        if hidden_states.requires_grad and not aux_loss.requires_grad:
+            has_checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
+            allowed = "False with `output_router_logits`: the load-balancing loss gets no gradient through it"
+            require(not has_checkpoints, "use_reentrant", True, allowed)
 
     def _outputs_wanted(self, logits_to_keep: int | torch.Tensor) -> dict:
         """What to tell the base model about the outputs that will be used."""

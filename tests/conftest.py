@@ -4,7 +4,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
-from transformers.models.llama import modeling_llama
+from transformers.integrations import moe
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.olmoe.modeling_olmoe import OlmoeRMSNorm
 
 from asymloop_hf import AsymLoopConfig, AsymLoopForCausalLM, FullLoopConfig, FullLoopForCausalLM
 
@@ -23,6 +28,17 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+
+
+# Fields for each backbone; "mixtral" is what a Llama with experts is called.
+BACKBONES = {
+    "llama": {},
+    "olmo": {"backbone": "olmo", "clip_qkv": 0.8},
+    "olmo2": {"backbone": "olmo2"},
+    "olmoe": {"backbone": "olmoe", "num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.5},
+    "mixtral": {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+}
+SPARSE = ("olmoe", "mixtral")
 
 
 def asymloop_config(**overrides) -> AsymLoopConfig:
@@ -57,11 +73,14 @@ def seeded():
 @pytest.fixture
 def float64(monkeypatch):
     """
-    Float64 throughout. Transformers computes RMSNorm and the eager softmax in float32 whatever the dtype of the model;
-    here they keep it, so that a test can ask for 1e-9.
+    Float64 throughout. Transformers computes norms, routing and the eager softmax in float32 whatever the dtype of the
+    model; here they keep it, so that a test can ask for 1e-9. PyTorch's grouped product takes no float64, but that of
+    Transformers does.
     """
     softmax = torch.nn.functional.softmax
-    rms_norm = modeling_llama.LlamaRMSNorm.forward
+    rms_norm = LlamaRMSNorm.forward
+    layer_norm = OlmoLayerNorm.forward
+    route = MixtralTopKRouter.forward
 
     def softmax_in_own_dtype(x, dim=None, dtype=None):
         return softmax(x, dim=dim, dtype=x.dtype)
@@ -71,8 +90,24 @@ def float64(monkeypatch):
             return rms_norm(self, x)
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
-    monkeypatch.setattr(modeling_llama.nn.functional, "softmax", softmax_in_own_dtype)
-    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", rms_norm_in_own_dtype)
+    def layer_norm_in_own_dtype(self, x):
+        if x.dtype != torch.float64:
+            return layer_norm(self, x)
+        return torch.nn.functional.layer_norm(x, self.normalized_shape, eps=1e-5)
+
+    def route_in_own_dtype(self, x):
+        if x.dtype != torch.float64:
+            return route(self, x)
+        logits = x.reshape(-1, self.hidden_dim) @ self.weight.T
+        values, indices = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+        return logits, values / values.sum(-1, keepdim=True), indices
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax_in_own_dtype)
+    for norm_class in (LlamaRMSNorm, Olmo2RMSNorm, OlmoeRMSNorm, MixtralRMSNorm):
+        monkeypatch.setattr(norm_class, "forward", rms_norm_in_own_dtype)
+    monkeypatch.setattr(OlmoLayerNorm, "forward", layer_norm_in_own_dtype)
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *tensors: False)
+    monkeypatch.setattr(MixtralTopKRouter, "forward", route_in_own_dtype)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -1,7 +1,7 @@
 """AsymLoop in plain PyTorch, written from the equations alone: no Transformers, no cache, no fused kernel."""
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import layer_norm, linear, silu
 
 
 def rms_norm(x, weight, eps):
@@ -17,28 +17,46 @@ def rotate(x, position_ids, theta):
 
 
 class Reference:
-    """Logits of an AsymLoop model from its configuration and state dict."""
+    """Logits of an AsymLoop model from its configuration and state dict; `router_logits` has those of each visit."""
 
     def __init__(self, config, weights):
         self.config, self.weights = config, weights
+        self.router_logits = []
 
     def project(self, x, name):
         return linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def norm(self, x, name):
+        if self.config.backbone == "olmo":
+            return layer_norm(x, x.shape[-1:], eps=1e-5)
         return rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)
 
     def heads(self, x, name):
-        return self.project(x, name).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+        """Queries, keys or values by head: projected, normalised over all heads together, clipped."""
+        projected = self.project(x, f"{name}_proj")
+        if self.config.backbone in ("olmo2", "olmoe") and not name.endswith("v"):
+            projected = self.norm(projected, f"{name}_norm")
+        if self.config.clip_qkv is not None:
+            projected = projected.clamp(-self.config.clip_qkv, self.config.clip_qkv)
+        return projected.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
     def layer(self, x, name, position_ids, causal, global_kv=None):
         """One layer; with `global_kv` its softmax runs over [global ; local]. Returns the state and its own KV."""
+        sees = (position_ids, causal, global_kv)
+        if self.config.backbone == "olmo2":  # norms of what is added
+            attended, own_kv = self.attention(x, f"{name}.self_attn", *sees)
+            x = x + self.norm(attended, f"{name}.post_attention_layernorm")
+            return x + self.norm(self.mlp(x, f"{name}.mlp"), f"{name}.post_feedforward_layernorm"), own_kv
+        attended, own_kv = self.attention(self.norm(x, f"{name}.input_layernorm"), f"{name}.self_attn", *sees)
+        x = x + attended
+        return x + self.mlp(self.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp"), own_kv
+
+    def attention(self, x, name, position_ids, causal, global_kv):
         config = self.config
         theta = config.rope_parameters["rope_theta"]
-        normed = self.norm(x, f"{name}.input_layernorm")
-        q = rotate(self.heads(normed, f"{name}.self_attn.q_proj"), position_ids, theta)
-        k = rotate(self.heads(normed, f"{name}.self_attn.k_proj"), position_ids, theta)
-        v = self.heads(normed, f"{name}.self_attn.v_proj")
+        q = rotate(self.heads(x, f"{name}.q"), position_ids, theta)
+        k = rotate(self.heads(x, f"{name}.k"), position_ids, theta)
+        v = self.heads(x, f"{name}.v")
         keys, values, seen = k, v, causal
         if global_kv is not None:
             window = config.local_window or x.shape[1]
@@ -49,10 +67,27 @@ class Reference:
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
         scores = (q @ keys.mT / config.head_dim**0.5).masked_fill(~seen, -torch.inf)
         attended = (scores.softmax(-1) @ values).transpose(1, 2).flatten(2)
-        x = x + self.project(attended, f"{name}.self_attn.o_proj")
-        normed = self.norm(x, f"{name}.post_attention_layernorm")
-        gated = silu(self.project(normed, f"{name}.mlp.gate_proj")) * self.project(normed, f"{name}.mlp.up_proj")
-        return x + self.project(gated, f"{name}.mlp.down_proj"), (k, v)
+        return self.project(attended, f"{name}.o_proj"), (k, v)
+
+    def mlp(self, x, name):
+        if f"{name}.gate.weight" in self.weights:
+            return self.experts(x, name)
+        gated = silu(self.project(x, f"{name}.gate_proj")) * self.project(x, f"{name}.up_proj")
+        return self.project(gated, f"{name}.down_proj")
+
+    def experts(self, x, name):
+        """Every expert on every token, weighted by zero where it is not among the likeliest of the token."""
+        logits = self.project(x, f"{name}.gate")
+        self.router_logits.append(logits)
+        probabilities = logits.softmax(-1)
+        lowest = probabilities.topk(self.config.num_experts_per_tok).values[..., -1:]
+        picked = probabilities * (probabilities >= lowest)
+        if self.config.norm_topk_prob:
+            picked = picked / picked.sum(-1, keepdim=True)
+        x = x[:, :, None, None]
+        gate, up = (x @ self.weights[f"{name}.experts.gate_up_proj"].mT).chunk(2, -1)
+        out = silu(gate) * up @ self.weights[f"{name}.experts.down_proj"].mT
+        return (picked[..., None, None] * out).sum(2)[:, :, 0]
 
     def logits(self, input_ids, position_ids=None, visible=None, num_loops=None):
         """

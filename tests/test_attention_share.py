@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import asymloop, fullloop, tokens
+from conftest import BACKBONES, asymloop, fullloop, tokens
 from transformers import AutoTokenizer, StaticCache
 
 from asymloop_hf import AsymLoopForCausalLM
@@ -18,9 +18,11 @@ def shares(model, *args, **kwargs) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("local_window", [None, 1, 3])
+@pytest.mark.parametrize("name", BACKBONES)
 @torch.no_grad()
-def test_the_share_is_the_sum_of_the_attention_weights_on_global_keys(local_window):
-    model, eager = asymloop(local_window=local_window), asymloop("eager", local_window=local_window)
+def test_the_share_is_the_sum_of_the_attention_weights_on_global_keys(name, local_window):
+    fields = {"local_window": local_window, **BACKBONES[name]}
+    model, eager = asymloop(**fields), asymloop("eager", **fields)
     eager.load_state_dict(model.state_dict())
     input_ids = tokens(2, 40)
     outputs = eager(input_ids, output_attentions=True, use_cache=False)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import asymloop, asymloop_config, fullloop, fullloop_config, tokens
+from conftest import BACKBONES, asymloop, asymloop_config, fullloop, fullloop_config, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
@@ -20,6 +20,9 @@ CONFIGS = {
     "asymloop, window beyond the context": lambda: asymloop(local_window=60),
     "asymloop, tied": lambda: asymloop(tie_word_embeddings=True),
     "full loop": lambda: fullloop(),
+    "sparse decoder": lambda: asymloop(num_experts=4, moe_stacks=["decoder"]),
+    **{name: lambda name=name: asymloop(**BACKBONES[name]) for name in BACKBONES},
+    **{f"full loop, {name}": lambda name=name: fullloop(**BACKBONES[name]) for name in BACKBONES},
 }
 
 
@@ -38,10 +41,12 @@ def test_against_the_built_model(name):
     assert costs.embedding_parameters == (embeddings if model.config.tie_word_embeddings else 2 * embeddings)
 
     model.set_attn_implementation("eager")
-    cache = DynamicCache(config=model.config) if name == "full loop" else AsymLoopCache(model.config)
+    model.set_experts_implementation("eager")
+    is_full_loop = model.config.model_type == "fullloop"
+    cache = DynamicCache(config=model.config) if is_full_loop else AsymLoopCache(model.config)
     visits = []
-    for layer in model.modules():
-        if type(layer).__name__ == "LlamaMLP":
+    for layer_name, layer in model.named_modules():
+        if layer_name.endswith(".mlp"):
             layer.register_forward_hook(lambda *args: visits.append(1))
     input_ids = tokens(1, CONTEXT)
     model(input_ids[:, :-1], past_key_values=cache)
@@ -53,10 +58,31 @@ def test_against_the_built_model(name):
     rotary = [sum(flops.values()) for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
     assert costs.flops_per_token == counter.get_total_flops() - sum(rotary)
     assert costs.kv_bytes_per_token * CONTEXT == pytest.approx(cache_bytes(cache))
-    if name != "full loop":
+    if not is_full_loop:
         lean = AsymLoopCache(model.config, local_kv="last_loop")
         model(input_ids, past_key_values=lean)
         assert costs.kv_bytes_per_token_last_loop * CONTEXT == pytest.approx(cache_bytes(lean))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["olmoe", "mixtral"])
+def test_the_active_parameters_are_those_without_the_experts_that_are_not_picked(name):
+    config = asymloop_config(**BACKBONES[name])
+    costs = budget(config)
+    config.num_experts = config.num_experts_per_tok
+    picked = budget(config)
+    routers = config.hidden_size * 4  # of two encoder and two decoder layers, for each expert
+    left_out = BACKBONES[name]["num_experts"] - config.num_experts
+    assert costs.active_parameters == picked.parameters + left_out * routers
+    assert picked.parameters == picked.active_parameters
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_matched_models_are_equal_in_total_and_in_a_token(name):
+    asymloop_costs, fullloop_costs = matched_budgets(asymloop_config(**BACKBONES[name])).values()
+    assert asymloop_costs.parameters == fullloop_costs.parameters
+    assert asymloop_costs.active_parameters == fullloop_costs.active_parameters
+    assert asymloop_costs.effective_depth == fullloop_costs.effective_depth
 
 
 def test_the_windowed_cache_of_a_model_without_a_window_is_that_of_a_window_of_16():
@@ -92,6 +118,17 @@ def test_inspect_a_preset_and_a_checkpoint(tmp_path, capsys):
     assert "fullloop" not in printed  # no whole number of loops matches
     fullloop_config().save_pretrained(tmp_path)
     assert list(matched_budgets(load_config(str(tmp_path)))) == ["fullloop"]
+
+
+def test_inspect_a_preset_of_a_backbone(tmp_path, capsys):
+    assert main(["inspect", "60m", "--backbone", "olmoe", "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)["asymloop"]
+    assert 84_000_000 < costs["active_parameters"] < 85_000_000 < costs["parameters"]
+    assert main(["inspect", "60m", "--backbone", "gpt2"]) == 2
+    assert "backbone='gpt2' is not allowed" in capsys.readouterr().err
+    asymloop_config().save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path), "--backbone", "olmo"]) == 2
+    assert "backbone='olmo' is not allowed with a checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("context", [0, -5])

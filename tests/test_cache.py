@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import asymloop, asymloop_config, fullloop, tokens
+from conftest import BACKBONES, asymloop, asymloop_config, fullloop, tokens
 from transformers import DynamicCache, StaticCache
 
 from asymloop_hf import AsymLoopCache
@@ -55,6 +55,25 @@ def test_any_chunking_equals_the_uncached_forward(kind, local_window, chunks):
         input_ids = tokens(2, 12)
         logits = run_in_chunks(model, input_ids, chunks, new_cache(kind, model.config))
         torch.testing.assert_close(logits, model(input_ids, use_cache=False).logits, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local_window", [None, 1, 3])
+@pytest.mark.parametrize("name", [name for name in BACKBONES if name != "llama"])
+def test_every_backbone_has_the_same_caches(name, local_window):
+    model = asymloop(local_window=local_window, **BACKBONES[name])
+    input_ids = tokens(2, 12)
+    expected = model(input_ids, use_cache=False).logits
+    for kind in ("asymloop", "dynamic", "static"):
+        logits = run_in_chunks(model, input_ids, (5, 1, 6), new_cache(kind, model.config))
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+    encoded = model.encode(input_ids[:, :7])
+    for num_loops in (1, 4):
+        expected = model(input_ids, num_loops=num_loops, use_cache=False).logits[:, 7:]
+        logits = run_in_chunks(model, input_ids[:, 7:], (1, 4), encoded.fork(num_loops))
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+    lazy = model(input_ids, past_key_values=AsymLoopCache(model.config), logits_to_keep=2).logits
+    torch.testing.assert_close(lazy, model(input_ids, use_cache=False).logits[:, -2:], **TOLERANCE)
 
 
 @torch.no_grad()

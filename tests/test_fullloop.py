@@ -1,9 +1,19 @@
-"""Full Loop: with one loop it is Llama; with more it is Llama applied to its own state."""
+"""Full Loop: with one loop it is what its backbone is; with more it is that applied to its own state."""
 
 import pytest
 import torch
-from conftest import SIZES, fullloop, fullloop_config, tokens
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from conftest import BACKBONES, SIZES, SPARSE, fullloop, fullloop_config, tokens
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Olmo2Config,
+    OlmoConfig,
+    OlmoeConfig,
+    StaticCache,
+)
 
 from asymloop_hf import FullLoopForCausalLM
 
@@ -21,6 +31,67 @@ def test_one_loop_loads_a_llama_and_gives_its_logits_and_loss(tied):
     outputs, expected = model(input_ids, labels=input_ids), llama(input_ids, labels=input_ids)
     torch.testing.assert_close(outputs.logits, expected.logits, **TOLERANCE)
     torch.testing.assert_close(outputs.loss, expected.loss, **TOLERANCE)
+
+
+DENSE_CONFIGS = {
+    "llama": LlamaConfig,
+    "olmo": OlmoConfig,
+    "olmo2": Olmo2Config,
+    "olmoe": OlmoeConfig,
+    "mixtral": MixtralConfig,
+}
+
+
+def same_model(name: str, **fields):
+    """A model of Transformers' own class, and the Full Loop with one loop that loaded its weights."""
+    rope = {"rope_type": "default", "rope_theta": 1000.0}
+    fields = {"rms_norm_eps": 1e-4, "rope_parameters": rope, **BACKBONES[name], **fields}
+    model = FullLoopForCausalLM(fullloop_config(num_loops=1, **fields)).eval()
+    own_fields = {field: value for field, value in fields.items() if field != "backbone"}
+    config = DENSE_CONFIGS[name](num_hidden_layers=3, **SIZES, **own_fields)
+    expected = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in expected.parameters():  # norms start at one, which would hide a mistake
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.load_state_dict(expected.state_dict(), strict=True)
+    return model, expected
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", DENSE_CONFIGS)
+def test_one_loop_loads_each_backbone_and_gives_its_logits_and_loss(name, tied):
+    model, expected = same_model(name, tie_word_embeddings=tied)
+    attention_mask = torch.ones(2, 13, dtype=torch.long)
+    attention_mask[0, :4] = 0
+    for mask in (None, attention_mask):
+        inputs = {"input_ids": tokens(2, 13), "labels": tokens(2, 13), "attention_mask": mask}
+        outputs, expected_outputs = model(**inputs), expected(**inputs)
+        torch.testing.assert_close(outputs.logits, expected_outputs.logits, **TOLERANCE)
+        torch.testing.assert_close(outputs.loss, expected_outputs.loss, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["olmo", "olmoe"])
+def test_clipping_changes_the_logits(name):
+    model, _ = same_model(name)
+    unclipped, _ = same_model(name, clip_qkv=None)
+    unclipped.load_state_dict(model.state_dict())
+    difference = (model(tokens(1, 9)).logits - unclipped(tokens(1, 9)).logits).abs().max()
+    assert difference > 1e-3
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 0.01])
+@pytest.mark.parametrize("name", SPARSE)
+def test_one_loop_gives_the_load_balancing_loss_of_each_sparse_model(name, coefficient):
+    model, expected = same_model(name, router_aux_loss_coef=coefficient)
+    attention_mask = torch.ones(2, 13, dtype=torch.long)
+    attention_mask[0, :4] = 0
+    for mask in (None, attention_mask):
+        inputs = {"input_ids": tokens(2, 13), "labels": tokens(2, 13), "attention_mask": mask}
+        outputs = model(**inputs, output_router_logits=True)
+        expected_outputs = expected(**inputs, output_router_logits=True)
+        torch.testing.assert_close(outputs.aux_loss, expected_outputs.aux_loss, **TOLERANCE)
+        torch.testing.assert_close(outputs.loss, expected_outputs.loss, **TOLERANCE)
+        for logits, expected_logits in zip(outputs.router_logits, expected_outputs.router_logits, strict=True):
+            torch.testing.assert_close(logits, expected_logits, **TOLERANCE)
 
 
 @pytest.mark.parametrize("injection", ["none", "embedding"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import asymloop, fullloop, tokens
+from conftest import BACKBONES, asymloop, fullloop, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from asymloop_hf import AsymLoopCache
@@ -15,6 +15,8 @@ MODELS = {
     "asymloop, window of 1": lambda: asymloop(local_window=1),
     "asymloop, window of 3": lambda: asymloop(local_window=3),
     "full loop": lambda: fullloop(),
+    "olmo2, window of 3": lambda: asymloop(local_window=3, **BACKBONES["olmo2"]),
+    "olmoe": lambda: asymloop(**BACKBONES["olmoe"]),
 }
 METHODS = {
     "greedy": {},

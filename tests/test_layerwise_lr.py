@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import asymloop, asymloop_config, tokens
+from conftest import BACKBONES, asymloop, asymloop_config, tokens
 from distributed_training import SETTINGS
 from layerwise_runs import HEADS, SIZES, arguments, documents, group_states, llama, make_trainer
 from torch import nn
@@ -343,6 +343,24 @@ def test_fused_experts(tmp_path):
     assert (
         groups["model.layers.1.mlp.gate.weight"]["muon"] and groups["model.layers.1.self_attn.q_proj.weight"]["muon"]
     )
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_every_backbone_has_layerwise_rates(name, tmp_path):
+    model = small_asymloop(**BACKBONES[name])
+    trainer = make_trainer(model, tmp_path, HeavyTailLRCallback(scope="stack", **QUICK))
+    trainer.train()
+    groups = trainer.optimizer.param_groups
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    matrices = {group["name"]: group for group in groups if group["kind"] == "matrix"}
+    for stack in ("encoder", "decoder"):
+        of_stack = [group for matrix, group in matrices.items() if f".{stack}." in matrix]
+        assert len(of_stack) == sum(
+            parameter.ndim > 1 and ".gate." not in parameter_name
+            for parameter_name, parameter in model.named_parameters()
+            if f".{stack}." in parameter_name
+        )
+        assert all(group["alpha"] > 1 for group in of_stack)
 
 
 def test_training_again_keeps_the_factors_until_the_next_update(tmp_path):

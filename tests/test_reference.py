@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import asymloop, tokens
+from conftest import BACKBONES, SPARSE, asymloop, tokens
 from reference import Reference
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -36,6 +36,22 @@ def random_fields(seed: int) -> dict:
     }
 
 
+def random_fields_of(name: str, seed: int) -> dict:
+    """Random fields that a backbone allows."""
+    draw = random.Random(f"{name} {seed}")
+    fields = {**random_fields(seed), "mlp_bias": False, **BACKBONES[name]}
+    if "clip_qkv" in fields:
+        fields["clip_qkv"] = draw.choice([None, 0.5, 2.0])
+    if name == "olmoe":
+        fields["hidden_size"] = fields["num_attention_heads"] * fields["head_dim"]
+    if name in SPARSE:
+        fields["num_experts"] = draw.randint(2, 6)
+        fields["num_experts_per_tok"] = draw.randint(1, fields["num_experts"])
+        fields["norm_topk_prob"] = draw.choice([True, False])
+        fields["moe_stacks"] = draw.choice([["encoder", "decoder"], ["decoder"], ["encoder"]])
+    return fields
+
+
 def weights_of(model):
     return {name: weight.detach().clone().requires_grad_() for name, weight in model.state_dict().items()}
 
@@ -43,7 +59,17 @@ def weights_of(model):
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("seed", range(120))
 def test_logits_and_gradients(seed, attn_implementation):
-    model = asymloop(attn_implementation, **random_fields(seed))
+    check_logits_and_gradients(asymloop(attn_implementation, **random_fields(seed)), seed)
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", [name for name in BACKBONES if name != "llama"])
+def test_logits_and_gradients_of_each_backbone(name, seed, attn_implementation):
+    check_logits_and_gradients(asymloop(attn_implementation, **random_fields_of(name, seed)), seed)
+
+
+def check_logits_and_gradients(model, seed):
     for parameter in model.parameters():  # biases and norms start as constants, which would hide mistakes
         torch.nn.init.normal_(parameter, std=0.3)
     input_ids = tokens(2, 11, seed)
@@ -63,6 +89,8 @@ def test_logits_and_gradients(seed, attn_implementation):
             expected_grad = expected_grad if head_grad is None else expected_grad + head_grad
         if expected_grad is None:  # layers whose KV nobody reads, under decoder_init="embedding"
             assert parameter.grad is None or not parameter.grad.any()
+        elif parameter.grad is None:  # the router, where it picks all of one expert
+            assert not expected_grad.any()
         elif name == "model.embed_tokens.weight":  # PyTorch keeps the padding row at zero gradient
             torch.testing.assert_close(parameter.grad[1:], expected_grad[1:], **TOLERANCE)
         else:
@@ -70,8 +98,9 @@ def test_logits_and_gradients(seed, attn_implementation):
 
 
 @pytest.mark.parametrize("num_loops", [1, 2, 5])
-def test_more_and_fewer_loops_than_trained(num_loops):
-    model = asymloop(local_window=4)
+@pytest.mark.parametrize("name", BACKBONES)
+def test_more_and_fewer_loops_than_trained(name, num_loops):
+    model = asymloop(local_window=4, **BACKBONES[name])
     input_ids = tokens(2, 9)
     expected = Reference(model.config, weights_of(model)).logits(input_ids, num_loops=num_loops)
     torch.testing.assert_close(model(input_ids, num_loops=num_loops).logits, expected, **TOLERANCE)
@@ -79,8 +108,9 @@ def test_more_and_fewer_loops_than_trained(num_loops):
 
 @pytest.mark.parametrize("local_window", [None, 1, 3])
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-def test_packed_documents_do_not_see_each_other(local_window, attn_implementation):
-    model = asymloop(attn_implementation, local_window=local_window)
+@pytest.mark.parametrize("name", BACKBONES)
+def test_packed_documents_do_not_see_each_other(name, local_window, attn_implementation):
+    model = asymloop(attn_implementation, local_window=local_window, **BACKBONES[name])
     documents = [tokens(1, length, seed=length) for length in (5, 1, 8)]
     packed = torch.cat(documents, 1)
     position_ids = torch.cat([torch.arange(document.shape[1]) for document in documents])[None]
@@ -92,8 +122,9 @@ def test_packed_documents_do_not_see_each_other(local_window, attn_implementatio
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 @pytest.mark.parametrize("local_window", [None, 1, 3])
 @pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
-def test_padding_changes_nothing(padding_side, local_window, attn_implementation):
-    model = asymloop(attn_implementation, local_window=local_window)
+@pytest.mark.parametrize("name", BACKBONES)
+def test_padding_changes_nothing(name, padding_side, local_window, attn_implementation):
+    model = asymloop(attn_implementation, local_window=local_window, **BACKBONES[name])
     short, long = tokens(1, 6), tokens(1, 10, seed=1)
     padding = torch.zeros(1, 4, dtype=torch.long)
     row = torch.cat([padding, short] if padding_side == "left" else [short, padding], 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import asymloop, asymloop_config, fullloop, fullloop_config, tokens
+from conftest import BACKBONES, asymloop, asymloop_config, fullloop, fullloop_config, tokens
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -47,20 +47,23 @@ def run_without_the_package(code: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("backbone", BACKBONES)
 @pytest.mark.parametrize("name", MAKERS)
-def test_round_trip(name, tied, tmp_path):
-    model = MAKERS[name](tie_word_embeddings=tied)
+def test_round_trip(name, backbone, tied, tmp_path):
+    model = MAKERS[name](tie_word_embeddings=tied, **BACKBONES[backbone])
     model.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
-    assert torch.equal(loaded(tokens(2, 7)).logits, model(tokens(2, 7)).logits)
+    for weight, expected in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+    torch.testing.assert_close(loaded(tokens(2, 7)).logits, model(tokens(2, 7)).logits)
 
 
 @pytest.mark.parametrize("auto_class", HEADS)
 @pytest.mark.parametrize("make_config", [asymloop_config, fullloop_config])
 def test_every_head_is_registered(make_config, auto_class, tmp_path):
-    config = make_config()
+    config = make_config(**BACKBONES["olmoe"])
     model = auto_class.from_config(config)
     assert type(model).__name__ == type(config).__name__.removesuffix("Config") + HEADS[auto_class]
     model.save_pretrained(tmp_path)
@@ -80,6 +83,19 @@ model(torch.tensor({tokens(2, 7).tolist()}))
 print(type(model).__module__)
 """
     assert run_without_the_package(code, tmp_path).startswith("transformers_modules.")
+
+
+@pytest.mark.parametrize("backbone", [name for name in BACKBONES if name != "llama"])
+def test_every_backbone_loads_without_the_package(backbone, tmp_path):
+    model = asymloop(**BACKBONES[backbone])
+    model.save_pretrained(tmp_path / "checkpoint")
+    code = f"""
+import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained("checkpoint", trust_remote_code=True).eval()
+print(model.generate(torch.tensor({tokens(2, 7).tolist()}), max_new_tokens=5, do_sample=False).tolist())
+"""
+    expected = model.generate(tokens(2, 7), max_new_tokens=5, do_sample=False)
+    assert json.loads(run_without_the_package(code, tmp_path).splitlines()[-1]) == expected.tolist()
 
 
 def test_a_checkpoint_in_a_folder_of_any_name(tmp_path):

@@ -2,12 +2,20 @@
 
 import pytest
 import torch
-from conftest import asymloop, asymloop_config, fullloop, fullloop_config, tokens
+from conftest import BACKBONES, asymloop, asymloop_config, fullloop, fullloop_config, tokens
 from datasets import Dataset
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-MAKERS = {"asymloop": asymloop, "asymloop, window of 3": lambda: asymloop(local_window=3), "full loop": fullloop}
+MAKERS = {
+    "asymloop": asymloop,
+    "asymloop, window of 3": lambda: asymloop(local_window=3),
+    "full loop": fullloop,
+    "olmo": lambda: asymloop(**BACKBONES["olmo"]),
+    "olmo2": lambda: asymloop(**BACKBONES["olmo2"]),
+    "olmoe": lambda: asymloop(**BACKBONES["olmoe"]),
+    "full loop, mixtral": lambda: fullloop(**BACKBONES["mixtral"]),
+}
 
 
 def gradients(model, input_ids):

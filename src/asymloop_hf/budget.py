@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRouter
 
 from .modeling import AsymLoopConfig, FullLoopConfig
 from .modeling.configuration_asymloop import PRESETS
@@ -21,6 +22,7 @@ class Budget:
     Args:
         parameters: all of them; tied weights count once.
         embedding_parameters: those of the token embeddings and of the head.
+        active_parameters: those that a token passes; fewer where there are experts.
         effective_depth: visits, the layers that a token passes.
         flops_per_token: forward pass of one token that has `context` tokens before and with it; a multiplication and
             an addition count as two. Training takes three times as many.
@@ -32,6 +34,7 @@ class Budget:
 
     parameters: int
     embedding_parameters: int
+    active_parameters: int
     effective_depth: int
     flops_per_token: int
     kv_bytes_per_token: float
@@ -61,6 +64,7 @@ def budget(config: AsymLoopConfig | FullLoopConfig, context: int | None = None, 
     costs = Budget(
         parameters=model.num_parameters(),
         embedding_parameters=sum(weight.numel() for weight in embeddings),
+        active_parameters=model.num_parameters() - sum(map(_idle_parameters, model.modules())),
         effective_depth=config.num_hidden_layers,
         flops_per_token=_flops(model, context),
         kv_bytes_per_token=_kv_bytes(config, context, dtype),
@@ -89,7 +93,28 @@ def _stacks(model: nn.Module) -> list[tuple[nn.Module, int]]:
 
 
 def _linear_flops(module: nn.Module) -> int:
-    return sum(2 * part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+    return sum(2 * _multiplied_parameters(part) for part in module.modules())
+
+
+def _multiplied_parameters(module: nn.Module) -> int:
+    """The parameters of a linear map, a router or some experts that multiply the state of a token."""
+    if isinstance(module, (nn.Linear, OlmoeTopKRouter)):
+        return module.weight.numel()
+    if isinstance(module, OlmoeExperts):
+        return _expert_parameters(module) - _idle_parameters(module)
+    return 0
+
+
+def _idle_parameters(module: nn.Module) -> int:
+    """The parameters of the experts that a token does not pass."""
+    if not isinstance(module, OlmoeExperts):
+        return 0
+    num_idle = module.num_experts - module.config.num_experts_per_tok
+    return _expert_parameters(module) // module.num_experts * num_idle
+
+
+def _expert_parameters(experts: OlmoeExperts) -> int:
+    return sum(weight.numel() for weight in experts.parameters())
 
 
 def _attended_keys(config: AsymLoopConfig | FullLoopConfig, context: int) -> int:
@@ -117,16 +142,21 @@ def _kv_bytes(
     return slot_bytes * (config.num_encoder_layers + local_slots * kept_positions / context)
 
 
-def load_config(name: str) -> AsymLoopConfig | FullLoopConfig:
+def load_config(name: str, backbone: str | None = None) -> AsymLoopConfig | FullLoopConfig:
     """
     The configuration behind a preset's name, a folder or a name on the hub.
 
+    Args:
+        backbone: of a preset, `"llama"` by default.
+
     Raises:
         `FileNotFoundError`: it is none of these.
-        `ValueError`: it is the configuration of another kind of model.
+        `ValueError`: the configuration of another kind of model, or a backbone that is unknown or for a checkpoint.
     """
     if name in PRESETS:
-        return AsymLoopConfig.preset(name)
+        return AsymLoopConfig.preset(name, "llama" if backbone is None else backbone)
+    if backbone is not None:
+        raise ValueError(f"backbone={backbone!r} is not allowed with a checkpoint, which has its own: name a preset.")
     try:
         config = AutoConfig.from_pretrained(name)
     except OSError as error:
@@ -151,6 +181,7 @@ def format_table(budgets: dict[str, Budget], context: int, window: int) -> str:
     labels = {
         "parameters": "parameters",
         "embedding_parameters": "  of these embeddings and head",
+        "active_parameters": "  of these active in a token",
         "effective_depth": "effective depth (visits)",
         "flops_per_token": f"forward FLOPs per token at {context} tokens",
         "kv_bytes_per_token": "KV bytes per token (bfloat16)",

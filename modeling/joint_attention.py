@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .configuration_looped import require
-from .joint_mask import NO_MASK, JointMask, additive, band, dense
+from .joint_mask import NO_MASK, JointMask, additive, band, dense, is_hidden
 
 MIN_CHUNK = 32  # queries of a window that one kernel call takes together, where the window itself is not longer
 
@@ -162,6 +162,8 @@ def document_parts(documents: Tensor, window: int | None, like: Tensor) -> list[
 class CpuFlash:
     """PyTorch's flash attention for CPU. Groups of query heads share keys; a mask may be broadcast."""
 
+    TAKES_GROUPS = True
+
     # The backward takes 512 queries at a time, with all the keys that the last of them sees. Cutting the keys into
     # blocks leaves less of the future to compute; in half precision a call costs more than that saves.
     CAUSAL_BLOCK = 256
@@ -197,6 +199,8 @@ class CpuFlash:
 class CudaFlash:
     """PyTorch's flash attention for CUDA: 16-bit numbers, no mask. Groups of query heads share keys."""
 
+    TAKES_GROUPS = True
+
     @staticmethod
     def forward(query, keys, values, causal, mask, scale):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -213,28 +217,27 @@ class CudaFlash:
 class CudaEfficient:
     """PyTorch's memory-efficient attention for CUDA: any numbers, and masks."""
 
+    TAKES_GROUPS = False
+
     ROW_ALIGNMENT = 32  # of the log-sum-exp
     MASK_ALIGNMENT = 16
 
     @classmethod
     def forward(cls, query, keys, values, causal, mask, scale):
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        keys, values = (expand_groups(tensor, query) for tensor in (keys, values))
         bias = cls._bias(mask, query, keys)
         out, lse, _, _ = efficient(query, keys, values, bias, True, 0.0, causal, scale=scale)
         return out, lse[..., : query.shape[2]]
 
     @classmethod
     def backward(cls, grad, query, keys, values, out, lse, causal, mask, scale):
-        groups = query.shape[1] // keys.shape[1]
-        keys, values = (expand_groups(tensor, query) for tensor in (keys, values))
         bias = cls._bias(mask, query, keys)
         lse = torch.nn.functional.pad(lse, (0, -query.shape[2] % cls.ROW_ALIGNMENT), value=torch.inf)
         wanted = [True, True, True, False]
-        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             grad, query, keys, values, bias, out, lse, *no_dropout(query), 0.0, wanted, causal, scale=scale
         )
-        return dq, *(tensor.unflatten(1, (-1, groups)).sum(2) for tensor in (dk, dv))
+        return grads[:3]
 
     @classmethod
     def _bias(cls, mask, query, keys):
@@ -248,21 +251,19 @@ class CudaEfficient:
 class Math:
     """The same in matrix products, for other devices and as the reference of the kernels."""
 
+    TAKES_GROUPS = False
+
     @staticmethod
     def forward(query, keys, values, causal, mask, scale):
-        keys, values = (expand_groups(tensor, query) for tensor in (keys, values))
         scores = Math._scores(query, keys, causal, mask, scale)
         lse = scores.logsumexp(-1)
         return torch.exp(scores - lse[..., None]).to(values.dtype) @ values, lse
 
     @staticmethod
     def backward(grad, query, keys, values, out, lse, causal, mask, scale):
-        groups = query.shape[1] // keys.shape[1]
-        keys, values = (expand_groups(tensor, query) for tensor in (keys, values))
         weights = torch.exp(Math._scores(query, keys, causal, mask, scale) - lse[..., None]).to(grad.dtype)
         dscores = weights * (grad @ values.mT - (grad * out).sum(-1, keepdim=True)) * scale
-        dk, dv = dscores.mT @ query, weights.mT @ grad
-        return dscores @ keys, *(tensor.unflatten(1, (-1, groups)).sum(2) for tensor in (dk, dv))
+        return dscores @ keys, dscores.mT @ query, weights.mT @ grad
 
     @staticmethod
     def _scores(query, keys, causal, mask, scale):
@@ -276,19 +277,17 @@ class Math:
 class OneKey:
     """A window of 1: query `i` sees key `i` alone, and no products of matrices are needed."""
 
+    TAKES_GROUPS = False
+
     @staticmethod
     def forward(query, keys, values, causal, mask, scale):
-        keys, values = (expand_groups(tensor, query) for tensor in (keys, values))
         return values, OneKey._scores(query, keys, scale)
 
     @staticmethod
     def backward(grad, query, keys, values, out, lse, causal, mask, scale):
-        groups = query.shape[1] // keys.shape[1]
-        keys, values = (expand_groups(tensor, query) for tensor in (keys, values))
         weights = torch.exp(OneKey._scores(query, keys, scale) - lse)[..., None].to(grad.dtype)
         dscores = weights * (grad * (values - out)).sum(-1, keepdim=True) * scale
-        dk, dv = dscores * query, weights * grad
-        return dscores * keys, *(tensor.unflatten(1, (-1, groups)).sum(2) for tensor in (dk, dv))
+        return dscores * keys, dscores * query, weights * grad
 
     @staticmethod
     def _scores(query, keys, scale):
@@ -296,8 +295,15 @@ class OneKey:
 
 
 def expand_groups(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values with a head for each head of the queries."""
     groups = query.shape[1] // tensor.shape[1]
     return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+
+
+def sum_groups(tensor: Tensor, keys: Tensor) -> Tensor:
+    """The backward of `expand_groups`."""
+    groups = tensor.shape[1] // keys.shape[1]
+    return tensor if groups == 1 else tensor.unflatten(1, (-1, groups)).sum(2)
 
 
 def no_dropout(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,8 +327,11 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, parts: list[Part], scale
     """The attention to one source: output `(batch, heads, queries, head_dim)` and log-sum-exp without the last."""
     out = lse = None
     for part in parts:
-        taken = part.take(query, part.rows), part.take(keys, part.columns), part.take(values, part.columns)
-        part_out, part_lse = kernel_for(query, part).forward(*taken, part.causal, part.mask, scale)
+        kernel = kernel_for(query, part)
+        key_values = (part.take(tensor, part.columns) for tensor in (keys, values))
+        if not kernel.TAKES_GROUPS:
+            key_values = (expand_groups(tensor, query) for tensor in key_values)
+        part_out, part_lse = kernel.forward(part.take(query, part.rows), *key_values, part.causal, part.mask, scale)
         part_out, part_lse = part.untake(part_out, query), part.untake(part_lse, query)
         if out is None and part.is_all_of(query, part.rows):
             out, lse = part_out, part_lse
@@ -356,14 +365,15 @@ def attend_backward(
     totals = [None, None, None]
     for part in parts:
         rows, columns = part.rows, part.columns
-        taken = (
-            part.take(query, rows),
-            part.take(keys, columns),
-            part.take(values, columns),
-            part.take(out, rows),
-            part.take(lse, rows),
+        kernel = kernel_for(query, part)
+        part_grad, part_query, part_out, part_lse = (part.take(tensor, rows) for tensor in (grad, query, out, lse))
+        key_values = (part.take(tensor, columns) for tensor in (keys, values))
+        if not kernel.TAKES_GROUPS:
+            key_values = (expand_groups(tensor, query) for tensor in key_values)
+        dq, *grads = kernel.backward(
+            part_grad, part_query, *key_values, part_out, part_lse, part.causal, part.mask, scale
         )
-        grads = kernel_for(query, part).backward(part.take(grad, rows), *taken, part.causal, part.mask, scale)
+        grads = (dq, *(sum_groups(tensor, keys) for tensor in grads))
         whole = zip((query, keys, values), (rows, columns, columns), grads, strict=True)
         for n, (tensor, positions, part_grad) in enumerate(whole):
             part_grad = part.untake(part_grad, tensor)
@@ -390,6 +400,12 @@ class Source(NamedTuple):
     parts: list[Part]
 
 
+def concatenate(query, global_keys, global_values, local_keys, local_values, mask: JointMask) -> tuple[Tensor, ...]:
+    """The keys, the values and the dense mask of `[global ; local]`."""
+    keys, values = torch.cat([global_keys, local_keys], dim=2), torch.cat([global_values, local_values], dim=2)
+    return keys, values, dense(mask, query, global_keys, local_keys)
+
+
 def sources_of(
     query: Tensor,
     global_keys: Tensor,
@@ -404,9 +420,9 @@ def sources_of(
         global_parts = source_parts(query, global_keys, mask, None, mask.global_mask)
         local_parts = source_parts(query, local_keys, mask, mask.window, mask.local_mask)
         return [Source(global_keys, global_values, global_parts), Source(local_keys, local_values, local_parts)]
-    keys, values = torch.cat([global_keys, local_keys], dim=2), torch.cat([global_values, local_values], dim=2)
+    keys, values, dense_mask = concatenate(query, global_keys, global_values, local_keys, local_values, mask)
     rows, columns = slice(0, query.shape[2]), slice(0, keys.shape[2])
-    return [Source(keys, values, [Part(rows, columns, mask=dense(mask, query, global_keys, local_keys))])]
+    return [Source(keys, values, [Part(rows, columns, mask=dense_mask)])]
 
 
 # Code that travels with a checkpoint may be loaded beside the installed package: each copy has its own operators.
@@ -437,7 +453,7 @@ def _joint_attention(
     for source in others:
         lse = merge(out, lse, *attend(query, *source, scale))
     if mask.may_hide_all:
-        sees_nothing = lse < torch.finfo(query.dtype).min / 2
+        sees_nothing = is_hidden(lse, query.dtype)
         lse = lse.masked_fill(sees_nothing, torch.inf)
         out = out.masked_fill(sees_nothing[..., None], 0)
     return as_projection(out), lse.contiguous(), first_lse.contiguous()

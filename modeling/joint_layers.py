@@ -12,8 +12,8 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .configuration_looped import require
-from .joint_attention import joint_attention
-from .joint_mask import JointMask, dense
+from .joint_attention import concatenate, joint_attention
+from .joint_mask import JointMask, is_hidden
 
 
 class KeyValueRecorder:
@@ -54,11 +54,6 @@ class JointKeyValues:
             return key_states, value_states
         return self.cache.update(key_states, value_states, self.slot, *args, **kwargs)
 
-    def concatenate(self, local_keys: Tensor, local_values: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and the values of `[global ; local]`."""
-        keys = torch.cat([self.global_keys, local_keys], dim=-2)
-        return keys, torch.cat([self.global_values, local_values], dim=-2)
-
 
 def eager_joint_attention_forward(
     module: torch.nn.Module,
@@ -73,11 +68,11 @@ def eager_joint_attention_forward(
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
     """The readable reference; its attention weights are over `[global ; local]`."""
-    mask = dense(attention_mask, query, sources.global_keys, key)
-    keys, values = sources.concatenate(key, value)
+    tensors = (query, sources.global_keys, sources.global_values, key, value)
+    keys, values, mask = concatenate(*tensors, attention_mask)
     output, weights = eager_attention_forward(module, query, keys, values, mask, scaling, dropout)
     if attention_mask.may_hide_all:
-        sees_nothing = (mask <= torch.finfo(mask.dtype).min / 2).all(-1)
+        sees_nothing = is_hidden(mask, mask.dtype).all(-1)
         output = output.masked_fill(sees_nothing.transpose(1, 2)[..., None], 0)
         weights = weights.masked_fill(sees_nothing[..., None], 0)
     if sources.wants_share:

@@ -62,6 +62,11 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.to(dtype).clamp(min=lowest)
 
 
+def is_hidden(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where scores, or a log-sum-exp of them, are those of keys that an additive mask of `dtype` hides."""
+    return scores < torch.finfo(dtype).min / 2
+
+
 def band(num_rows: int, num_columns: int, window: int | None, like: Tensor, row_offset: int | None = None) -> Tensor:
     """
     The additive mask of causality and a window, of shape `(rows, columns)` and of the dtype and device of `like`.
@@ -157,9 +162,7 @@ def _ready(config: AsymLoopConfig, global_mask: Tensor, local_mask: Tensor | Non
     return JointMask(global_mask=global_mask, local_mask=local_mask)
 
 
-def _by_layer_type(
-    config: AsymLoopConfig, attention_mask: Tensor | dict | None
-) -> tuple[Tensor | None, Tensor | None]:
+def _by_layer_type(config: AsymLoopConfig, attention_mask: Tensor | dict | None) -> list[Tensor | None]:
     """The masks that global and local KV start from."""
     windowed = config.local_window not in (None, 1)
     if isinstance(attention_mask, dict):

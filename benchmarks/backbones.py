@@ -11,24 +11,21 @@ A finished run is a line of the output file; the same command goes on where it s
 """
 
 import argparse
-import json
 import math
-import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 from datasets.utils.logging import disable_progress_bar
+from finished_runs import HELD_OUT_BLOCKS, FinishedRuns, installed_docs
 from transformers import AutoModelForCausalLM, LlamaConfig, get_cosine_schedule_with_warmup, set_seed
 
 from asymloop_hf import AsymLoopConfig, AsymLoopForCausalLM
-from asymloop_hf.corpus import load_corpus
 from asymloop_hf.expert_use import expert_use
-from asymloop_hf.packing import pack
-from asymloop_hf.tokenizer import train_tokenizer
 
-BLOCK, BATCH, HELD_OUT_BLOCKS, VOCABULARY, LAYERS, HEADS = 256, 2, 64, 4096, 2, 4
+BLOCK, BATCH, VOCABULARY, LAYERS, HEADS = 256, 2, 4096, 2, 4
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 DENSE_RATE = 2e-3
 EXPERT_USE_BLOCKS, EXPERT_USE_POINTS = 8, 5
@@ -60,16 +57,6 @@ def make_config(backbone: str, model: str, width: int, vocab_size: int):
         **fields,
     )
     return config if model == "asymloop" else config.matched_full_loop()
-
-
-def load_blocks() -> tuple[dict[str, dict[str, torch.Tensor]], int]:
-    """Training and held-out blocks, and the size of the vocabulary."""
-    disable_progress_bar()
-    texts = load_corpus("installed-docs")
-    tokenizer = train_tokenizer(texts["train"]["text"], VOCABULARY)
-    packed = {split: pack(documents.shuffle(seed=0), tokenizer, BLOCK) for split, documents in texts.items()}
-    packed["held_out"] = packed["held_out"].shuffle(seed=0).select(range(HELD_OUT_BLOCKS))
-    return {split: rows.with_format("torch")[:] for split, rows in packed.items()}, len(tokenizer)
 
 
 def batches(rows: dict[str, torch.Tensor], steps: int, seed: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -138,19 +125,29 @@ def train(model, blocks, steps: int, seed: int, rate: float) -> dict:
     return result | ({"never_picked": never_picked(counts), "expert_use": use} if is_sparse(model) else {})
 
 
-class Runs:
-    """The runs of one benchmark; those in the output file are not done again."""
-
+class Runs(FinishedRuns):
     def __init__(self, output: Path, steps: int, dense_steps: int, width: int):
-        self.output, self.steps, self.dense_steps, self.width = output, steps, dense_steps, width
-        lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
-        self.finished = [json.loads(line) for line in lines]
-        self.blocks, self.vocab_size, self.dense_models = None, None, {}
+        super().__init__(output)
+        self.steps, self.dense_steps, self.width = steps, dense_steps, width
+        self.dense_models = {}
+
+    @cached_property
+    def data(self) -> tuple[dict[str, dict[str, torch.Tensor]], int]:
+        packed, vocab_size = installed_docs(BLOCK, VOCABULARY)
+        return {split: rows.with_format("torch")[:] for split, rows in packed.items()}, vocab_size
+
+    @property
+    def blocks(self) -> dict[str, dict[str, torch.Tensor]]:
+        return self.data[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.data[1]
 
     def pair(self, backbone: str, model: str, rate: float, seed: int) -> dict:
         """One of a matched pair."""
         settings = {"part": "pairs", "backbone": backbone, "model": model, "rate": rate, "seed": seed}
-        return self.once(settings | {"steps": self.steps}, self.train_pair)
+        return self.once(settings | {"steps": self.steps, "width": self.width}, self.train_pair)
 
     def train_pair(self, settings: dict) -> dict:
         set_seed(settings["seed"])
@@ -162,7 +159,7 @@ class Runs:
     def start(self, start: str, is_new: bool, steps: int, rate: float, seed: int) -> dict:
         """An AsymLoop started from a dense model; or, `is_new`, one of the same configuration from scratch."""
         settings = {"part": "from_dense", "start": start, "is_new": is_new, "steps": steps, "rate": rate, "seed": seed}
-        return self.once(settings | {"dense_steps": self.dense_steps}, self.train_start)
+        return self.once(settings | {"dense_steps": self.dense_steps, "width": self.width}, self.train_start)
 
     def train_start(self, settings: dict) -> dict:
         seed, steps = settings["seed"], settings["steps"]
@@ -192,22 +189,6 @@ class Runs:
             loss = train(model, self.blocks, self.dense_steps, seed, DENSE_RATE)["held_out_loss"]
             self.dense_models[seed] = model, loss
         return self.dense_models[seed]
-
-    def once(self, settings: dict, run) -> dict:
-        settings |= {"width": self.width}
-        for finished in self.finished:
-            if settings.items() <= finished.items():
-                return finished
-        if self.blocks is None:
-            self.blocks, self.vocab_size = load_blocks()
-        started = time.monotonic()
-        finished = settings | run(settings)
-        finished["seconds"] = round(time.monotonic() - started, 1)
-        with self.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finished) + "\n")
-        self.finished.append(finished)
-        print({name: value for name, value in finished.items() if name != "expert_use"}, flush=True)
-        return finished
 
 
 def spread(losses: list[float]) -> str:
@@ -277,6 +258,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - {"pairs", "from_dense"}:
         parser.error(f"parts={', '.join(unknown)} is not allowed: it must be pairs or from_dense")
+    disable_progress_bar()
     runs = Runs(arguments.output, arguments.steps, arguments.dense_steps, arguments.width)
     if "pairs" in arguments.parts:
         for backbone in arguments.backbones:

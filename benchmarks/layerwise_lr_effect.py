@@ -10,13 +10,13 @@ where it stopped.
 
 import argparse
 import itertools
-import json
 import tempfile
-import time
+from functools import cached_property
 from pathlib import Path
 from statistics import mean, stdev
 
 from datasets.utils.logging import disable_progress_bar
+from finished_runs import FinishedRuns, installed_docs
 from transformers import (
     AutoModelForCausalLM,
     PrinterCallback,
@@ -27,12 +27,9 @@ from transformers import (
 )
 
 from asymloop_hf import AsymLoopConfig, FullLoopConfig
-from asymloop_hf.corpus import load_corpus
 from asymloop_hf.layerwise_lr import HeavyTailLRCallback
-from asymloop_hf.packing import pack
-from asymloop_hf.tokenizer import train_tokenizer
 
-BLOCK, BATCH, HELD_OUT_BLOCKS, VOCABULARY = 256, 2, 64, 4096
+BLOCK, BATCH, VOCABULARY = 256, 2, 4096
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)  # of the uniform rate
 SHARES = (0.25, 0.5, 1.0)  # of the best of them, as base rate of the layerwise rates
 SETTINGS = {
@@ -49,13 +46,6 @@ def make_config(model: str, width: int, vocab_size: int):
     if model == "llama":
         return FullLoopConfig(num_layers=4, num_loops=1, input_injection="none", **sizes)
     return AsymLoopConfig(num_encoder_layers=2, num_decoder_layers=2, num_loops=3, **sizes)
-
-
-def load_blocks() -> tuple[dict, int]:
-    texts = load_corpus("installed-docs")
-    tokenizer = train_tokenizer(texts["train"]["text"], VOCABULARY)
-    blocks = {split: pack(documents.shuffle(seed=0), tokenizer, BLOCK) for split, documents in texts.items()}
-    return blocks | {"held_out": blocks["held_out"].shuffle(seed=0).select(range(HELD_OUT_BLOCKS))}, len(tokenizer)
 
 
 def train(config, blocks, steps: int, seed: int, rate: float, kind: str, max_ratio: float) -> float:
@@ -97,32 +87,23 @@ def train(config, blocks, steps: int, seed: int, rate: float, kind: str, max_rat
     return trainer.evaluate()["eval_loss"]
 
 
-class Runs:
-    """The runs of one benchmark; those in the output file are not done again."""
-
+class Runs(FinishedRuns):
     def __init__(self, output: Path, steps: int, width: int):
-        self.output, self.shape = output, {"steps": steps, "width": width}
-        lines = output.read_text(encoding="utf-8").splitlines() if output.exists() else []
-        self.finished = [json.loads(line) for line in lines]
-        self.blocks = None
+        super().__init__(output)
+        self.shape = {"steps": steps, "width": width}
 
     def loss(self, **settings) -> float:
-        settings = self.shape | settings
-        for run in self.finished:
-            if settings.items() <= run.items():
-                return run["held_out_loss"]
-        if self.blocks is None:
-            self.blocks, self.vocab_size = load_blocks()
-        started = time.monotonic()
-        config = make_config(settings["model"], settings["width"], self.vocab_size)
+        return self.once(self.shape | settings, self.train)["held_out_loss"]
+
+    def train(self, settings: dict) -> dict:
+        blocks, vocab_size = self.data
+        config = make_config(settings["model"], settings["width"], vocab_size)
         training = {key: value for key, value in settings.items() if key not in ("model", "width")}
-        loss = train(config, self.blocks, **training)
-        run = settings | {"held_out_loss": loss, "seconds": round(time.monotonic() - started, 1)}
-        with self.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(run) + "\n")
-        self.finished.append(run)
-        print(run, flush=True)
-        return loss
+        return {"held_out_loss": train(config, blocks, **training)}
+
+    @cached_property
+    def data(self) -> tuple[dict, int]:
+        return installed_docs(BLOCK, VOCABULARY)
 
 
 def compare(runs: Runs, model: str, seeds: int, ratios: list[float]) -> None:

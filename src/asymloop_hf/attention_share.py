@@ -5,6 +5,19 @@ import torch
 MAX_BLOCKS = 16  # of the model's context: more text hardly changes a mean
 
 
+def text_blocks(model, input_ids: torch.LongTensor) -> list[torch.LongTensor]:
+    """
+    The first `MAX_BLOCKS` contexts of a text's tokens, each of shape `(1, length)`, on the model's device.
+
+    Raises:
+        `ValueError`: there are no tokens.
+    """
+    if len(input_ids) == 0:
+        raise ValueError("input_ids of no token are not allowed: the text must have at least one.")
+    blocks = input_ids.split(model.config.max_position_embeddings)[:MAX_BLOCKS]
+    return [block[None].to(model.device) for block in blocks]
+
+
 @torch.no_grad()
 def attention_share(model, input_ids: torch.LongTensor) -> torch.Tensor:
     """
@@ -21,14 +34,12 @@ def attention_share(model, input_ids: torch.LongTensor) -> torch.Tensor:
         raise ValueError(
             f"model_type={config.model_type!r} is not allowed: only 'asymloop' has global KV to attend to."
         )
-    if len(input_ids) == 0:
-        raise ValueError("input_ids of no token are not allowed: the text must have at least one.")
-    blocks = input_ids.split(config.max_position_embeddings)[:MAX_BLOCKS]
+    blocks = text_blocks(model, input_ids)
     total = 0
     for block in blocks:
-        outputs = model(block[None].to(model.device), use_cache=False, output_attention_share=True)
-        total = total + len(block) * torch.stack(outputs.attention_share)[:, 0].float().cpu()
-    mean = total / sum(len(block) for block in blocks)
+        outputs = model(block, use_cache=False, output_attention_share=True)
+        total = total + block.shape[1] * torch.stack(outputs.attention_share)[:, 0].float().cpu()
+    mean = total / sum(block.shape[1] for block in blocks)
     return mean.unflatten(0, (config.num_loops, config.num_decoder_layers))
 
 

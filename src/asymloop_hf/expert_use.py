@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention_share import MAX_BLOCKS
+from .attention_share import text_blocks
 from .modeling import AsymLoopConfig, FullLoopConfig
 
 
@@ -47,11 +47,9 @@ def expert_use(model, input_ids: torch.LongTensor) -> dict[str, ExpertUse]:
     config = model.config
     if config.num_experts == 0:
         raise ValueError("num_experts=0 is not allowed: only a model with experts has a routing to show.")
-    if len(input_ids) == 0:
-        raise ValueError("input_ids of no token are not allowed: the text must have at least one.")
     picks = []
-    for block in input_ids.split(config.max_position_embeddings)[:MAX_BLOCKS]:
-        outputs = model(block[None].to(model.device), use_cache=False, output_router_logits=True)
+    for block in text_blocks(model, input_ids):
+        outputs = model(block, use_cache=False, output_router_logits=True)
         top = [logits.topk(config.num_experts_per_tok).indices for logits in outputs.router_logits]
         picks.append(torch.nn.functional.one_hot(torch.stack(top), config.num_experts).sum(2).float().cpu())
     stacks = sparse_stacks(config)

@@ -74,14 +74,15 @@ def read(checkpoint: str, file: Path) -> tuple:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"text={str(file)!r} is not allowed: it must be a file of UTF-8 text ({error}).") from error
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     if not text:
         raise ValueError(f"text={str(file)!r} is not allowed: the file must not be empty.")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
-    read = MAX_BLOCKS * load_config(checkpoint).max_position_embeddings
-    if len(input_ids) > read:
-        print(f"{file}: the first {read:,} of {len(input_ids):,} tokens are read", file=sys.stderr)
-    return AutoModelForCausalLM.from_pretrained(checkpoint).eval(), input_ids
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    num_read = MAX_BLOCKS * model.config.max_position_embeddings
+    if len(input_ids) > num_read:
+        print(f"{file}: the first {num_read:,} of {len(input_ids):,} tokens are read", file=sys.stderr)
+    return model, input_ids
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -1,6 +1,8 @@
 """The engine against its peers, in one run: `python benchmarks/joint_attention.py [PART ...]` (all parts by default).
 
 op        forward and backward of the operator, against PyTorch's attention over concatenated keys and a mask
+short     two kernel calls against one over concatenated keys and a dense mask, by length
+packed    documents packed into blocks, against PyTorch's attention over concatenated keys and a mask
 memory    what a forward of 16,384 positions allocates
 training  a training step, against Llama and HRM-Text of the same visits and width
 decoding  tokens after a context of 1,024, against the same Llama with its default cache
@@ -9,6 +11,7 @@ growth    how the operator's time grows with length, a training step's with loop
 """
 
 import argparse
+import itertools
 import resource
 from functools import partial
 from multiprocessing import get_context
@@ -20,8 +23,8 @@ from paired import paired, report, speedup
 from transformers import HrmTextConfig, HrmTextForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from asymloop_hf import AsymLoopConfig, AsymLoopForCausalLM, FullLoopForCausalLM
-from asymloop_hf.modeling.joint_attention import joint_attention
-from asymloop_hf.modeling.joint_mask import JointMask
+from asymloop_hf.modeling.joint_attention import _joint_attention, joint_attention
+from asymloop_hf.modeling.joint_mask import NO_MASK, JointMask
 
 HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 512, 1376, 8, 4096
 SHAPE = {
@@ -71,6 +74,42 @@ def op(repeats: int) -> None:
             with torch.no_grad():
                 forwards = {name: partial(attend, *tensors) for name, attend in attends.items()}
                 report(f"op forward, {name}", paired(forwards, repeats), of="joint")
+
+
+def short(repeats: int) -> None:
+    shapes = itertools.product((torch.float32, torch.bfloat16), ((8, 64), (4, 32)))
+    for dtype, (heads, head_dim) in shapes:
+        for length in (32, 64, 128, 256):
+            tensors = qkv(length, dtype, heads=heads, head_dim=head_dim)
+            grad = torch.randn_like(tensors[0])
+            calls = {
+                name: lambda *x, concatenated=concatenated: _joint_attention(*x, *NO_MASK, concatenated, 0.125)[0]
+                for name, concatenated in (("two calls", False), ("one call", True))
+            }
+            steps = {name: with_backward(attend, tensors, grad) for name, attend in calls.items()}
+            shape = f"{heads} heads of {head_dim}, T={length}"
+            title = f"short, forward and backward, {str(dtype).removeprefix('torch.')}, {shape}"
+            report(title, paired(steps, repeats), of="two calls")
+
+
+def packed(repeats: int) -> None:
+    tensors = qkv(1024, batch=8)
+    causal = torch.ones(1024, 1024, dtype=torch.bool).tril()
+    for document_length in (16, 64, 256):
+        documents = (torch.rand(8, 1024) < 1 / document_length).cumsum(1)
+        seen = causal & (documents[:, None, :, None] == documents[:, None, None, :])
+        mask = torch.cat([seen, seen], -1)
+        attends = {
+            "joint": lambda *x, mask: joint_attention(*x, JointMask(documents=mask))[0],
+            "concatenated": concatenated,
+        }
+        masks = {"joint": documents, "concatenated": mask}
+        grad = torch.randn_like(tensors[0])
+        steps = {
+            name: with_backward(partial(attend, mask=masks[name]), tensors, grad) for name, attend in attends.items()
+        }
+        title = f"packed, forward and backward, documents of {document_length} tokens"
+        report(title, paired(steps, repeats), of="joint")
 
 
 def peak_bytes() -> int:
@@ -189,7 +228,7 @@ def growth(repeats: int) -> None:
         print(f"growth, training step, T=256, {name}: {1 / speedup(seconds, name, 'R=1'):.2f} times R=1", flush=True)
 
 
-PARTS = {part.__name__: part for part in (op, memory, training, decoding, prompt, growth)}
+PARTS = {part.__name__: part for part in (op, short, packed, memory, training, decoding, prompt, growth)}
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ def show_cost(config, pairs: int) -> float:
         state.global_step = step
         llr.on_pre_optimizer_step(args, state, None, optimizer=layerwise)
 
-    print(f"{models[0].num_parameters() / 1e6:.1f} million parameters, {BATCH} x {BLOCK} tokens a step")
+    print(f"{models[0].num_parameters() / 1e6:.1f} million parameters, {BATCH} x {BLOCK} tokens a step", flush=True)
     without, update, ratios = [], [], []
     for pair in range(pairs + 1):
         input_ids = torch.randint(0, config.vocab_size, (BATCH, BLOCK))

@@ -558,9 +558,9 @@ def check_shapes(query, global_keys, global_values, local_keys, local_values, ma
         require(fits, "global_keys.shape[2]", length, f"{num_queries}, as packed documents are not cached")
 
 
-# Below these lengths one kernel call over concatenated keys and a dense mask takes less time on a CPU, forward and
-# backward, than two calls without (docs/performance.md).
-MIN_LENGTH = {torch.float64: 96, torch.float32: 96, torch.bfloat16: 192, torch.float16: 192}
+# Below these lengths one kernel call over concatenated keys and a dense mask takes less time on a CPU than two calls
+# without (docs/performance.md).
+MIN_LENGTH = {torch.float64: 48, torch.float32: 48, torch.bfloat16: 192, torch.float16: 192}
 
 
 def is_short(query: Tensor, keys: Tensor) -> bool:

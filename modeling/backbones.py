@@ -112,3 +112,8 @@ def tensor_parallel_plan(backbone: Backbone, is_sparse: bool) -> dict[str, str]:
         **{name: style for name, style in backbone.config_class.base_model_tp_plan.items() if ".self_attn." in name},
         **{name: style for name, style in mlp_plan.items() if ".mlp." in name},
     }
+
+
+def expert_parallel_plan(backbone: Backbone, is_sparse: bool) -> dict[str, str]:
+    """How Transformers' expert parallelism deals out the experts of a stack of layers."""
+    return OlmoeConfig.base_model_ep_plan if is_sparse else {}

@@ -4,7 +4,7 @@ import copy
 import math
 from dataclasses import field, fields
 
-from .backbones import BACKBONES, EXPERT_ALIGNMENT, tensor_parallel_plan
+from .backbones import BACKBONES, EXPERT_ALIGNMENT
 from .configuration_fullloop import FullLoopConfig
 from .configuration_looped import LoopedConfig, is_positive_int, require
 
@@ -85,6 +85,10 @@ class AsymLoopConfig(LoopedConfig):
         """`local_window` under the name that Transformers' caches and masks read."""
         return self.local_window
 
+    @sliding_window.setter
+    def sliding_window(self, value: int | None) -> None:
+        self.local_window = value
+
     @property
     def global_kv_map(self) -> list[int]:
         """The encoder layer that each decoder layer reads, with the default filled in."""
@@ -96,10 +100,8 @@ class AsymLoopConfig(LoopedConfig):
         """Whether the MLPs of a stack, `"encoder"` or `"decoder"`, have experts."""
         return self.num_experts > 0 and stack in self.moe_stacks
 
-    def _tensor_parallel_plan(self) -> dict[str, str]:
-        backbone = BACKBONES[self.backbone]
-        plans = {stack: tensor_parallel_plan(backbone, self.is_sparse(stack)) for stack in STACKS}
-        return {f"{stack}.{name}": style for stack, plan in plans.items() for name, style in plan.items()}
+    def _stacks(self) -> dict[str, bool]:
+        return {f"{stack}.": self.is_sparse(stack) for stack in STACKS}
 
     def validate_architecture(self) -> None:
         super().validate_architecture()

@@ -1,13 +1,14 @@
 """What the configurations of both looped models share: the Transformers fields, their checks, the derived visits."""
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .backbones import BACKBONES, tensor_parallel_plan
+from .backbones import BACKBONES, Backbone, expert_parallel_plan, tensor_parallel_plan
 
 NO_ROUTERS = "False with num_experts=0: there are no routers"
 
@@ -109,7 +110,6 @@ class LoopedConfig(PreTrainedConfig):
             self._check_head_split()
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.validate_architecture()
-        self.base_model_tp_plan = self._tensor_parallel_plan()
         for name in self._derived:
             if name in kwargs:
                 value, derived = kwargs.pop(name), getattr(self, name)
@@ -148,9 +148,27 @@ class LoopedConfig(PreTrainedConfig):
         for field in positive:
             require(is_positive_int(getattr(self, field)), field, getattr(self, field), "a positive integer")
 
-    def _tensor_parallel_plan(self) -> dict[str, str]:
-        """How Transformers' tensor parallelism splits the base model, by the names of its modules."""
-        return tensor_parallel_plan(BACKBONES[self.backbone], self.num_experts > 0)
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """How tensor parallelism splits the base model, by the names of its modules."""
+        return self._plan(tensor_parallel_plan)
+
+    @property
+    def base_model_ep_plan(self) -> dict[str, str]:
+        """How expert parallelism deals out the experts of the base model."""
+        return self._plan(expert_parallel_plan)
+
+    def _plan(self, plan_of_stack: Callable[[Backbone, bool], dict[str, str]]) -> dict[str, str]:
+        """A plan for the modules of the base model, from that of a stack of layers."""
+        return {
+            f"{prefix}{name}": style
+            for prefix, is_sparse in self._stacks().items()
+            for name, style in plan_of_stack(BACKBONES[self.backbone], is_sparse).items()
+        }
+
+    def _stacks(self) -> dict[str, bool]:
+        """Whether each stack of layers is sparse, by what its name begins with in the base model."""
+        return {"": self.num_experts > 0}
 
     def _check_backbone(self) -> None:
         name, clip = self.backbone, self.clip_qkv

@@ -37,6 +37,7 @@ from .modeling_looped import (
     next_position_ids,
     one_cache,
     register_auto_classes,
+    takes_old_cache_name,
 )
 
 GlobalKeyValues = list[tuple[torch.Tensor, torch.Tensor]]
@@ -150,6 +151,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @takes_old_cache_name
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -234,6 +236,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
             **{CACHE_NAME: cache},
         )
 
+    @takes_old_cache_name
     def encode(
         self,
         input_ids: torch.LongTensor | None = None,

@@ -28,6 +28,7 @@ from .modeling_looped import (
     next_position_ids,
     one_cache,
     register_auto_classes,
+    takes_old_cache_name,
 )
 
 
@@ -76,6 +77,7 @@ class FullLoopModel(FullLoopPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @takes_old_cache_name
     @merge_with_config_defaults
     @capture_outputs
     def forward(

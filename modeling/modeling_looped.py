@@ -1,6 +1,7 @@
 """What both looped models share: initialisation, saving, the checks of their inputs, the language-model head."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
 
@@ -10,11 +11,13 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import AutoModel
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRouter
 from transformers.utils import can_return_tuple
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import OutputRecorder
 
 from .backbones import BACKBONES, EXPERT_ALIGNMENT
@@ -32,6 +35,13 @@ except ImportError:  # Transformers before 5.21
 
 # Transformers renamed the cache argument and output from `past_key_values` to `cache` in 5.24.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+
+def takes_old_cache_name(forward: Callable) -> Callable:
+    """Warn of `past_key_values` where Transformers' own models do."""
+    return (
+        deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward) if CACHE_NAME == "cache" else forward
+    )
 
 
 def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
@@ -93,7 +103,7 @@ class LoopedPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {
-        "hidden_states": [backbone.layer for backbone in BACKBONES.values()],
+        "hidden_states": GradientCheckpointingLayer,  # what every layer is
         "attentions": [backbone.attention for backbone in BACKBONES.values()],
         "router_logits": OutputRecorder(OlmoeTopKRouter, index=0),
     }
@@ -144,12 +154,14 @@ class LoopedPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         """
         As in Transformers, but weights that are missing or left over are an error, except those of a head that the
-        checkpoint does not share with this class.
+        checkpoint does not share with this class. `output_loading_info=True` returns their names instead.
 
         Raises:
             `ValueError`: names the weights.
         """
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        if output_loading_info:
+            return model, info
         same_head = cls.__name__ in (model.config.architectures or [])
         for kind in ("missing", "unexpected"):
             keys = [key for key in sorted(info[f"{kind}_keys"]) if same_head or key.split(".")[0] not in HEADS]
@@ -157,7 +169,7 @@ class LoopedPreTrainedModel(PreTrainedModel):
                 raise ValueError(
                     f"{pretrained_model_name_or_path!r} does not fit {cls.__name__}: {kind} weights {keys}."
                 )
-        return (model, info) if output_loading_info else model
+        return model
 
 
 class LoopedCausalLM:
@@ -174,6 +186,7 @@ class LoopedCausalLM:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_old_cache_name
     @can_return_tuple
     def forward(
         self,

@@ -256,6 +256,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3, help="besides the one that chooses the rates")
     arguments = parser.parse_args()
+    for name in ("steps", "dense_steps", "width", "seeds"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"{name}={getattr(arguments, name)} is not allowed: it must be at least 1")
+    if arguments.width % (2 * HEADS):
+        parser.error(f"width={arguments.width} is not allowed: it must be a multiple of {2 * HEADS}")
     if unknown := set(arguments.parts) - {"pairs", "from_dense"}:
         parser.error(f"parts={', '.join(unknown)} is not allowed: it must be pairs or from_dense")
     disable_progress_bar()

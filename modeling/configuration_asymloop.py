@@ -60,6 +60,7 @@ class AsymLoopConfig(LoopedConfig):
     model_type = "asymloop"
     _layer_counts = ("num_encoder_layers", "num_decoder_layers")
     _input_injections = ("none", "state", "embedding")
+    _fields_of_the_other = ("num_layers",)
     _derived = ("num_hidden_layers", "layer_types", "sliding_window", "global_kv_map")
 
     num_encoder_layers: int = 6
@@ -152,6 +153,7 @@ class AsymLoopConfig(LoopedConfig):
         require(size in tuple(PRESETS), "size", size, f"one of {tuple(PRESETS)}")
         require(backbone in tuple(BACKBONES), "backbone", backbone, f"one of {tuple(BACKBONES)}")
         hidden_size, intermediate_size, num_attention_heads, num_layers = PRESETS[size]
+        overrides = {cls.attribute_map.get(name, name): value for name, value in overrides.items()}
         if overrides.get("num_experts", BACKBONES[backbone].needs_experts):
             overrides = {**SPARSE_PRESET, **overrides}
             num_active = overrides["num_experts_per_tok"]

@@ -22,6 +22,10 @@ class FullLoopConfig(LoopedConfig):
     model_type = "fullloop"
     _layer_counts = ("num_layers",)
     _input_injections = ("none", "embedding")
+    _fields_of_the_other = (
+        *("num_encoder_layers", "num_decoder_layers", "global_kv_layers", "decoder_init", "local_window"),
+        "moe_stacks",
+    )
 
     num_layers: int = 12
 

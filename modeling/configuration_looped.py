@@ -70,6 +70,7 @@ class LoopedConfig(PreTrainedConfig):
     # What follows from the fields; a value given for one must be the one that follows.
     _derived = ("num_hidden_layers",)
     attribute_map = {"num_local_experts": "num_experts"}
+    _fields_of_the_other = ()  # which Transformers would take without a word
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     vocab_size: int = 32000
@@ -103,6 +104,10 @@ class LoopedConfig(PreTrainedConfig):
     output_router_logits: bool = False
 
     def __post_init__(self, **kwargs):
+        for name in self._fields_of_the_other:
+            require(name not in kwargs, name, kwargs.get(name), f"left out: {type(self).__name__} has no such field")
+        for alias, name in self.attribute_map.items():
+            self._take_alias(alias, name, kwargs)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self._check_sizes()
@@ -117,6 +122,14 @@ class LoopedConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         rope_type, allowed = self.rope_parameters.get("rope_type"), ("default", *ROPE_INIT_FUNCTIONS)
         require(rope_type in allowed, "rope_parameters['rope_type']", rope_type, f"one of {allowed}")
+
+    def _take_alias(self, alias: str, name: str, kwargs: dict) -> None:
+        """Set a field that is given under another name, before the fields are checked."""
+        if alias in kwargs:
+            value, default = kwargs.pop(alias), getattr(type(self), name)
+            given = getattr(self, name)
+            require(given in (default, value), alias, value, f"{name}={given!r}, or one of the two left out")
+            setattr(self, name, value)
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
@@ -154,9 +167,9 @@ class LoopedConfig(PreTrainedConfig):
         return self._plan(tensor_parallel_plan)
 
     @property
-    def base_model_ep_plan(self) -> dict[str, str]:
+    def base_model_ep_plan(self) -> dict[str, str] | None:
         """How expert parallelism deals out the experts of the base model."""
-        return self._plan(expert_parallel_plan)
+        return self._plan(expert_parallel_plan) or None
 
     def _plan(self, plan_of_stack: Callable[[Backbone, bool], dict[str, str]]) -> dict[str, str]:
         """A plan for the modules of the base model, from that of a stack of layers."""

@@ -1,6 +1,7 @@
 """An AsymLoop that starts from a trained model of another kind: its layers become encoder and decoder layers."""
 
 import copy
+import os
 import re
 from collections.abc import Sequence
 
@@ -28,30 +29,49 @@ DENSE_MODELS = {
 LAYER = re.compile(r"^model\.(?:(encoder|decoder)\.)?layers\.(\d+)\.")
 
 
-def load_dense(model_or_path: PreTrainedModel | str) -> PreTrainedModel:
+def load_dense(model_or_path: PreTrainedModel | str | os.PathLike) -> PreTrainedModel:
     """
     The model, loaded in its own dtype where a path is given.
 
     Raises:
-        `ValueError`: a kind of model that no backbone has the layers of, or one with a sliding window.
+        `ValueError`: a kind of model that no backbone has the layers of, one with a sliding window, or a checkpoint
+            that lacks weights of a causal language model.
     """
     is_loaded = isinstance(model_or_path, PreTrainedModel)
+    is_path = isinstance(model_or_path, (str, os.PathLike))
+    kind = type(model_or_path).__name__
+    require(is_loaded or is_path, "model_or_path", kind, "a model, or the folder or hub name of one")
     config = model_or_path.config if is_loaded else AutoConfig.from_pretrained(model_or_path)
     require(config.model_type in DENSE_MODELS, "model_type", config.model_type, f"one of {tuple(DENSE_MODELS)}")
     window = getattr(config, "sliding_window", None)
     require(window is None, "sliding_window", window, "None in the dense model: the encoder attends to everything")
     if not is_loaded:
-        return AutoModelForCausalLM.from_pretrained(model_or_path, dtype="auto")
+        return load_whole(model_or_path)
     is_causal_lm = hasattr(model_or_path, "lm_head") and hasattr(model_or_path, "model")
-    require(is_causal_lm, "model_or_path", type(model_or_path).__name__, "a causal language model")
+    require(is_causal_lm, "model_or_path", kind, "a causal language model")
     return model_or_path
+
+
+def load_whole(path: str | os.PathLike) -> PreTrainedModel:
+    """The causal language model of a checkpoint that has all of its weights, and no others."""
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
+    for kind in ("missing_keys", "unexpected_keys"):
+        require(not info[kind], kind, sorted(info[kind]), f"none in a checkpoint of a {type(model).__name__}")
+    return model
 
 
 def config_from_dense(dense_config, **fields) -> AsymLoopConfig:
     """The configuration whose layers are those of the dense model; `fields` are those of `AsymLoopConfig`."""
     names = [name for name in LoopedConfig.__annotations__ if hasattr(dense_config, name)]
     shared = {name: copy.deepcopy(getattr(dense_config, name)) for name in names}
-    return AsymLoopConfig(**{**shared, **DENSE_MODELS[dense_config.model_type], **fields})
+    shared |= DENSE_MODELS[dense_config.model_type]
+    allowed = {*LoopedConfig.__annotations__, *AsymLoopConfig.__annotations__} - {"backbone"}
+    for name, value in fields.items():
+        require(name in allowed, name, value, f"left out: it is not one of {sorted(allowed)}")
+    tied = fields.get("tie_word_embeddings", shared["tie_word_embeddings"])
+    has_one = shared["tie_word_embeddings"] or tied is not True
+    require(has_one, "tie_word_embeddings", tied, "False: the head of the dense model is not its embeddings")
+    return AsymLoopConfig(**shared | fields)
 
 
 def choose_layers(
@@ -64,6 +84,10 @@ def choose_layers(
         chosen: one for each layer of the stack; by default the first `num_layers`, or the last ones.
         num_layers: of the stack; by default as many as are chosen, or half of the dense ones.
     """
+    is_sequence = chosen is None or (isinstance(chosen, Sequence) and not isinstance(chosen, str) and len(chosen) > 0)
+    require(
+        is_sequence, f"{field}_from", chosen, f"a list of layers of the dense model, each from 0 to {num_dense - 1}"
+    )
     if num_layers is None:
         num_layers = max(1, num_dense // 2) if chosen is None else len(chosen)
     require(is_positive_int(num_layers), f"num_{field}_layers", num_layers, "a positive integer")
@@ -73,7 +97,7 @@ def choose_layers(
         return list(range(num_dense - num_layers, num_dense) if from_end else range(num_layers))
     in_range = [type(layer) is int and 0 <= layer < num_dense for layer in chosen]
     allowed = f"{num_layers} layers of the dense model, each from 0 to {num_dense - 1}"
-    require(len(chosen) == num_layers and num_layers > 0 and all(in_range), f"{field}_from", chosen, allowed)
+    require(len(chosen) == num_layers and all(in_range), f"{field}_from", chosen, allowed)
     return list(chosen)
 
 
@@ -142,7 +166,7 @@ def kinds(names: list[str]) -> list[str]:
 
 def from_dense(
     model_class: type[PreTrainedModel],
-    model_or_path: PreTrainedModel | str,
+    model_or_path: PreTrainedModel | str | os.PathLike,
     num_encoder_layers: int | None,
     num_decoder_layers: int | None,
     encoder_from: Sequence[int] | None,
@@ -151,6 +175,7 @@ def from_dense(
     **fields,
 ) -> tuple[PreTrainedModel, dict]:
     """The model and what was copied, dropped and made new: see [`AsymLoopForCausalLM.from_dense`]."""
+    require(isinstance(silent_decoder, bool), "silent_decoder", silent_decoder, "True or False")
     dense = load_dense(model_or_path)
     num_dense = dense.config.num_hidden_layers
     layers_from = {

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from os import PathLike
 
 import torch
 from torch import nn
@@ -334,7 +335,7 @@ class AsymLoopForCausalLM(LoopedCausalLM, AsymLoopPreTrainedModel, GenerationMix
     @classmethod
     def from_dense(
         cls,
-        model_or_path: PreTrainedModel | str,
+        model_or_path: PreTrainedModel | str | PathLike,
         num_encoder_layers: int | None = None,
         num_decoder_layers: int | None = None,
         num_loops: int = 3,
@@ -358,13 +359,14 @@ class AsymLoopForCausalLM(LoopedCausalLM, AsymLoopPreTrainedModel, GenerationMix
                 then starts as the dense model, exactly.
             input_injection: as in the configuration; the dense layers have seen none.
             output_loading_info: return also what was copied, dropped and made new, by the names of the weights.
-            fields: other fields of [`AsymLoopConfig`].
+            fields: other fields of [`AsymLoopConfig`]; the backbone is the dense model's.
 
         Returns:
             The model in evaluation mode; what was copied, dropped and made new is logged.
 
         Raises:
-            `ValueError`: a kind of model that is not supported, or layers out of range.
+            `ValueError`: a kind of model that is not supported, a checkpoint that lacks weights, layers out of range,
+                or a field that `AsymLoopConfig` does not have.
         """
         fields |= {"num_loops": num_loops, "input_injection": input_injection}
         model, info = from_dense(

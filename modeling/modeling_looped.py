@@ -219,6 +219,8 @@ class LoopedCausalLM:
         """
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
+        is_flag = isinstance(output_router_logits, bool)
+        require(is_flag, "output_router_logits", output_router_logits, "True, False or None")
         has_routers = self.config.num_experts > 0
         require(has_routers or not output_router_logits, "output_router_logits", output_router_logits, NO_ROUTERS)
         outputs = self.model(

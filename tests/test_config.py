@@ -232,6 +232,35 @@ def test_a_mixtral_folder_can_be_read_as_a_full_loop(tmp_path):
     assert config.num_experts == config.num_local_experts == 6
 
 
+@pytest.mark.parametrize("make_config", [asymloop_config, fullloop_config])
+def test_the_other_name_of_the_experts_is_checked_as_the_first(make_config):
+    assert make_config(num_local_experts=4) == make_config(num_experts=4)
+    assert make_config(num_local_experts=8, backbone="olmoe").base_model_ep_plan
+    for fields, message in (
+        ({"num_local_experts": -4}, "num_experts=-4 is not allowed"),
+        ({"num_local_experts": 1}, "num_experts_per_tok=2 is not allowed: it must be at most num_experts=1"),
+        ({"num_local_experts": 4, "backbone": "olmo"}, "num_experts=4 is not allowed"),
+        ({"num_local_experts": 4, "num_experts": 6}, "num_local_experts=4 is not allowed: it must be num_experts=6"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_config(**fields)
+    preset = AsymLoopConfig.preset("60m", num_local_experts=8)
+    assert preset == AsymLoopConfig.preset("60m", num_experts=8)
+
+
+def test_a_field_of_the_other_model_is_refused():
+    with pytest.raises(ValueError, match=r"moe_stacks=\['encoder'\] .* left out: FullLoopConfig has no such field"):
+        fullloop_config(num_experts=4, moe_stacks=["encoder"])
+    with pytest.raises(ValueError, match="num_layers=4 is not allowed"):
+        asymloop_config(num_layers=4)
+
+
+def test_a_window_set_under_its_name_in_transformers_is_the_window():
+    config = asymloop_config(local_window=3)
+    config.sliding_window = 2
+    assert config.local_window == 2
+
+
 def test_the_plan_of_tensor_parallelism_is_that_of_the_backbone_and_its_experts():
     plan = fullloop_config().base_model_tp_plan
     assert plan == LlamaConfig.base_model_tp_plan

@@ -133,12 +133,20 @@ def test_from_a_checkpoint_with_its_tokenizer(tmp_path):
     [
         ({"encoder_from": [0, 4]}, r"encoder_from=\[0, 4\] .* 2 layers of the dense model, each from 0 to 3"),
         ({"encoder_from": [-1]}, r"encoder_from=\[-1\] is not allowed"),
-        ({"encoder_from": []}, r"num_encoder_layers=0 .* a positive integer"),
+        ({"encoder_from": []}, r"encoder_from=\[\] is not allowed: it must be a list of layers"),
+        ({"encoder_from": 3}, r"encoder_from=3 is not allowed: it must be a list of layers .* from 0 to 3"),
+        ({"decoder_from": {0, 1}}, r"decoder_from=\{0, 1\} is not allowed"),
+        ({"decoder_from": "01"}, r"decoder_from='01' is not allowed"),
         ({"encoder_from": [True]}, r"encoder_from=\[True\] is not allowed"),
         ({"decoder_from": [0, 1], "num_decoder_layers": 3}, r"decoder_from=\[0, 1\] .* it must be 3 layers"),
         ({"num_encoder_layers": 0}, "num_encoder_layers=0 .* a positive integer"),
         ({"num_decoder_layers": 5}, "num_decoder_layers=5 .* at most the 4 layers .* decoder_from must be given"),
         ({"num_loops": 0}, "num_loops=0 is not allowed"),
+        ({"decoder_layers": [3]}, r"decoder_layers=\[3\] is not allowed: it must be left out"),
+        ({"dtype": torch.bfloat16}, "dtype=torch.bfloat16 is not allowed"),
+        ({"backbone": "olmo2"}, "backbone='olmo2' is not allowed"),
+        ({"silent_decoder": "yes"}, "silent_decoder='yes' is not allowed: it must be True or False"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True .* head of the dense model is not its embeddings"),
         ({"hidden_size": 64}, r"model.embed_tokens.weight.shape=\(97, 32\) .* \(97, 64\)"),
     ],
 )
@@ -153,6 +161,34 @@ def test_other_kinds_of_models_are_refused(config, tmp_path):
     for model_or_path in (AutoModelForCausalLM.from_config(config), tmp_path):
         with pytest.raises(ValueError, match=f"model_type='{config.model_type}' .* one of .'llama', 'mistral', 'qwen"):
             AsymLoopForCausalLM.from_dense(model_or_path)
+
+
+@pytest.mark.parametrize("model_or_path", [None, 3, [], LlamaConfig(), torch.nn.Linear(2, 2)])
+def test_what_is_neither_a_model_nor_a_path_is_refused(model_or_path):
+    with pytest.raises(ValueError, match="model_or_path=.* a model, or the folder or hub name of one"):
+        AsymLoopForCausalLM.from_dense(model_or_path)
+
+
+def test_a_checkpoint_without_all_weights_is_refused(tmp_path):
+    model = dense("llama")
+    model.model.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"missing_keys=\['lm_head.weight'\] is not allowed"):
+        AsymLoopForCausalLM.from_dense(tmp_path / "base")
+    model.config.num_hidden_layers = 5
+    model.save_pretrained(tmp_path / "longer")
+    with pytest.raises(ValueError, match=r"missing_keys=\['model.layers.4.input_layernorm.weight'"):
+        AsymLoopForCausalLM.from_dense(tmp_path / "longer")
+    model.config.num_hidden_layers = 3
+    model.save_pretrained(tmp_path / "shorter")
+    with pytest.raises(ValueError, match=r"unexpected_keys=\['model.layers.3.input_layernorm.weight'"):
+        AsymLoopForCausalLM.from_dense(tmp_path / "shorter")
+
+
+def test_a_head_that_is_the_embeddings_can_become_its_own():
+    model = dense("llama", tie_word_embeddings=True)
+    ours = AsymLoopForCausalLM.from_dense(model, tie_word_embeddings=False)
+    assert torch.equal(ours.lm_head.weight, ours.model.embed_tokens.weight)
+    assert ours.lm_head.weight is not ours.model.embed_tokens.weight
 
 
 def test_a_sliding_window_and_another_head_are_refused():

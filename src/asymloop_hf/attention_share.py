@@ -10,10 +10,13 @@ def text_blocks(model, input_ids: torch.LongTensor) -> list[torch.LongTensor]:
     The first `MAX_BLOCKS` contexts of a text's tokens, each of shape `(1, length)`, on the model's device.
 
     Raises:
-        `ValueError`: there are no tokens.
+        `ValueError`: there are no tokens, or they are those of several texts.
     """
-    if len(input_ids) == 0:
-        raise ValueError("input_ids of no token are not allowed: the text must have at least one.")
+    shape = tuple(getattr(input_ids, "shape", ()))
+    if len(shape) != 1 or shape[0] == 0:
+        raise ValueError(
+            f"input_ids of shape {shape} are not allowed: one text must have one token or more, (length,)."
+        )
     blocks = input_ids.split(model.config.max_position_embeddings)[:MAX_BLOCKS]
     return [block[None].to(model.device) for block in blocks]
 

@@ -110,5 +110,6 @@ def plot_use(uses: dict[str, ExpertUse], path) -> None:
     rows[0][0].set_ylabel("expert")
     rows[1][-1].set_ylabel("compared with loop")
     figure.colorbar(use_map, ax=rows[0], label="share of picks")
-    figure.colorbar(change_map, ax=rows[1], label="picks that differ")
+    if loops > 1:
+        figure.colorbar(change_map, ax=rows[1], label="picks that differ")
     figure.savefig(path, format="png", dpi=120)

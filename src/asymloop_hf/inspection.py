@@ -76,13 +76,20 @@ def read(checkpoint: str, file: Path) -> tuple:
         raise ValueError(f"text={str(file)!r} is not allowed: it must be a file of UTF-8 text ({error}).") from error
     if not text:
         raise ValueError(f"text={str(file)!r} is not allowed: the file must not be empty.")
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
     input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"][0]
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     num_read = MAX_BLOCKS * model.config.max_position_embeddings
     if len(input_ids) > num_read:
         print(f"{file}: the first {num_read:,} of {len(input_ids):,} tokens are read", file=sys.stderr)
     return model, input_ids
+
+
+def load_tokenizer(checkpoint: str):
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{checkpoint!r} has no tokenizer that can be loaded, which --text needs: {error}") from error
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

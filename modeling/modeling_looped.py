@@ -140,6 +140,13 @@ class LoopedPreTrainedModel(PreTrainedModel):
             requested_experts = "eager"
         return super().get_correct_experts_implementation(requested_experts)
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, *args, **kwargs):
+        """As in Transformers, whose pipelines visit each layer once."""
+        size = getattr(distributed_config, "pp_size", None) or 1
+        require(size == 1, "pp_size", size, "1: a pipeline of Transformers would visit each layer once")
+        return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)
+
     def _embedding_std(self) -> float:
         if self.config.embedding_initializer_range is not None:
             return self.config.embedding_initializer_range

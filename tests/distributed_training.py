@@ -20,7 +20,7 @@ SETTINGS = {"every": 2, "ramp": 2, "until": 1.0}
 OPTIONS = {"per_device_train_batch_size": 2, "max_steps": 6, "save_steps": 1, "ddp_backend": "gloo"}
 
 
-def use_fsdp2() -> dict:
+def use_fsdp2(*layers: str) -> dict:
     """Trainer's arguments for FSDP2. Accelerate does not shard on CPUs, which could: it is told that they are GPUs."""
     create = Trainer.create_accelerator_and_postprocess
 
@@ -29,7 +29,7 @@ def use_fsdp2() -> dict:
         create(self)
 
     Trainer.create_accelerator_and_postprocess = create_for_fsdp
-    return {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    return {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": list(layers)}}
 
 
 def run(folder: Path, options: dict, resume: Path | None = None) -> dict:
@@ -62,7 +62,7 @@ def complaint(weights: dict) -> str:
 def main() -> None:
     mode, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
-    options = use_fsdp2() if mode == "fsdp2" else {}
+    options = use_fsdp2("LlamaDecoderLayer") if mode == "fsdp2" else {}
     whole = run(folder / "whole", options)
     resumed = run(folder / "resumed", options, folder / "whole" / "checkpoint-3")
     torch.save({"whole": whole, "resumed": resumed}, folder / f"rank{PartialState().process_index}.pt")

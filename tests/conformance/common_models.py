@@ -7,9 +7,10 @@ import unittest
 from unittest.mock import patch
 
 import torch
-from transformers import LlamaConfig, OlmoeConfig
+from transformers import LlamaConfig, Olmo2Config, OlmoeConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.llama import modeling_llama
+from transformers.models.olmo2 import modeling_olmo2
 from transformers.models.olmoe import modeling_olmoe
 
 from asymloop_hf import AsymLoopConfig, FullLoopConfig
@@ -85,18 +86,18 @@ DENSE_SKIPS = {
 }
 
 
-class CommonTests(
-    ModelTesterMixin,
-    GenerationTesterMixin,
-    TrainingTesterMixin,
-    TensorParallelTesterMixin,
-    ExpertParallelTesterMixin,
-    FSDPTesterMixin,
-):
+class CommonTests(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin):
+    """
+    Of one kind of model; subclasses say of which.
+
+    Args:
+        config_class: its configuration.
+        fields: of that configuration, besides `SIZES`.
+        all_model_classes: the base model, the language model, and those with other heads.
+    """
+
     model_tester = None
     config_class: type
-    modeling: object
-    name: str
     fields: dict
 
     def setUp(self):
@@ -117,6 +118,9 @@ class CommonTests(
         """Of layers with weights of their own; a loop visits them several times."""
         model = self.all_model_classes[0](self.model_tester.get_config())
         assert sum(type(module).__name__.endswith("DecoderLayer") for module in model.modules()) <= 2
+
+
+class DistributedTests(TensorParallelTesterMixin, ExpertParallelTesterMixin, FSDPTesterMixin): ...
 
 
 class LoopedTests(CommonTests):
@@ -144,19 +148,25 @@ class FullLoopTests(LoopedTests):
     all_model_classes = model_classes(modeling_fullloop, "FullLoop")
 
 
-class LlamaModelTest(CommonTests, unittest.TestCase):
+class LlamaModelTest(CommonTests, DistributedTests, unittest.TestCase):
     config_class = LlamaConfig
     all_model_classes = model_classes(modeling_llama, "Llama")
     fields = DENSE
 
 
-class OlmoeModelTest(CommonTests, unittest.TestCase):
+class Olmo2ModelTest(CommonTests, unittest.TestCase):
+    config_class = Olmo2Config
+    all_model_classes = model_classes(modeling_olmo2, "Olmo2")
+    fields = DENSE
+
+
+class OlmoeModelTest(CommonTests, DistributedTests, unittest.TestCase):
     config_class = OlmoeConfig
     all_model_classes = model_classes(modeling_olmoe, "Olmoe")
     fields = DENSE | EXPERTS
 
 
-class AsymLoopModelTest(AsymLoopTests, unittest.TestCase):
+class AsymLoopModelTest(AsymLoopTests, DistributedTests, unittest.TestCase):
     fields = ASYMLOOP
 
 
@@ -168,11 +178,11 @@ class AsymLoopOlmo2ModelTest(AsymLoopTests, unittest.TestCase):
     fields = ASYMLOOP | {"backbone": "olmo2"}
 
 
-class AsymLoopOlmoeModelTest(AsymLoopTests, unittest.TestCase):
+class AsymLoopOlmoeModelTest(AsymLoopTests, DistributedTests, unittest.TestCase):
     fields = ASYMLOOP | EXPERTS | {"backbone": "olmoe"}
 
 
-class FullLoopModelTest(FullLoopTests, unittest.TestCase):
+class FullLoopModelTest(FullLoopTests, DistributedTests, unittest.TestCase):
     fields = FULLLOOP
 
 

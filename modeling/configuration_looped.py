@@ -163,7 +163,12 @@ class LoopedConfig(PreTrainedConfig):
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
         """How tensor parallelism splits the base model, by the names of its modules."""
-        return self._plan(tensor_parallel_plan)
+        return {**self._plan(tensor_parallel_plan), **self.__dict__.get("base_model_tp_plan", {})}
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        """Transformers 5.18 adds the embeddings of a tied model."""
+        self.__dict__["base_model_tp_plan"] = plan
 
     @property
     def base_model_ep_plan(self) -> dict[str, str]:

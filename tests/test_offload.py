@@ -46,7 +46,6 @@ WAYS = {
         "some",
     ),
     "some on disk": (lambda model, folder: from_pretrained(model, folder, device_map=some_on_disk(model)), "some"),
-    "all on disk": (lambda model, folder: from_pretrained(model, folder, device_map={"": "disk"}), "all"),
     "dispatch_model": (
         lambda model, folder: dispatch_model(model, some_on_disk(model), main_device="cpu", offload_dir=folder),
         "some",
@@ -70,7 +69,7 @@ def test_weights_elsewhere_compute_the_same(name, way, tmp_path):
         assert torch.equal(placed.generate(tokens(2, 9), **options), model.generate(tokens(2, 9), **options))
 
 
-@pytest.mark.parametrize("way", ["some on disk", "all on disk", "cpu_offload"])
+@pytest.mark.parametrize("way", ["some on disk", "disk_offload", "cpu_offload"])
 @pytest.mark.parametrize("name", [name for name in MAKERS if name.startswith("asymloop")])
 def test_weights_elsewhere_encode_once(name, way, tmp_path):
     model = MAKERS[name]()

@@ -96,11 +96,11 @@ def test_trainer_resumes_where_it_stopped(name, tmp_path):
 
 def documents_of_many_lengths() -> Dataset:
     """Padded rows with 2 to 9 labels, so that a mean over rows is not a mean over tokens."""
-    rows = tokens(8, 9)
-    lengths = torch.arange(2, 10)[:, None]
-    mask = torch.arange(9) < lengths
-    rows = {"input_ids": rows * mask, "attention_mask": mask.long(), "labels": rows.masked_fill(~mask, -100)}
-    return Dataset.from_dict({name: column.tolist() for name, column in rows.items()})
+    input_ids = tokens(8, 9)
+    mask = torch.arange(9) < torch.arange(2, 10)[:, None]
+    labels = input_ids.masked_fill(~mask, -100)
+    columns = {"input_ids": input_ids * mask, "attention_mask": mask.long(), "labels": labels}
+    return Dataset.from_dict({name: column.tolist() for name, column in columns.items()})
 
 
 @pytest.mark.parametrize("name", MAKERS)

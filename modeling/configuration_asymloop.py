@@ -6,7 +6,7 @@ from dataclasses import field, fields
 
 from .backbones import BACKBONES, EXPERT_ALIGNMENT
 from .configuration_fullloop import FullLoopConfig
-from .configuration_looped import LoopedConfig, is_positive_int, require
+from .configuration_looped import LoopedConfig, is_positive_int, make_servable, require
 
 # The Llama shapes of the layerwise-rate experiments: hidden and intermediate size, heads, layers of both stacks.
 PRESETS = {
@@ -204,3 +204,4 @@ class AsymLoopConfig(LoopedConfig):
 NOT_SHARED = ("architectures", "transformers_version")
 
 AsymLoopConfig.register_for_auto_class()
+make_servable("AsymLoopForCausalLM")

@@ -1,6 +1,6 @@
 """The configuration of Full Loop, the baseline: one weight-tied stack that loops as a whole."""
 
-from .configuration_looped import LoopedConfig
+from .configuration_looped import LoopedConfig, make_servable
 
 
 class FullLoopConfig(LoopedConfig):
@@ -34,3 +34,4 @@ class FullLoopConfig(LoopedConfig):
 
 
 FullLoopConfig.register_for_auto_class()
+make_servable("FullLoopForCausalLM")

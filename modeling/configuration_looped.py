@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import fields
 
-from transformers import PreTrainedConfig
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -25,6 +26,15 @@ def is_positive_int(value) -> bool:
 
 def is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def make_servable(class_name: str) -> None:
+    """
+    Have `transformers serve` find a class: it takes the name that a checkpoint gives for one in `transformers`, where
+    it now finds the Auto class, which loads ours. Transformers imports itself twice, as two modules of one type, and
+    the server may hold either: the name goes where both look.
+    """
+    setattr(type(transformers), class_name, AutoModelForCausalLM)
 
 
 def backbones_with(feature: str) -> tuple[str, ...]:
@@ -59,7 +69,7 @@ class LoopedConfig(PreTrainedConfig):
         norm_topk_prob (`bool`, *optional*, defaults to `False`):
             Whether the weights of the picked experts are made to sum to one, as in Mixtral.
         router_aux_loss_coef (`float`, *optional*, defaults to 0.01):
-            Factor of the load-balancing loss, which counts every visit, in the loss.
+            Factor of the load-balancing loss, which counts every visit, in the loss; 0 without experts.
         output_router_logits (`bool`, *optional*, defaults to `False`):
             Whether the router logits are returned and the load-balancing loss is added to the loss.
 
@@ -115,6 +125,8 @@ class LoopedConfig(PreTrainedConfig):
             self._check_head_split()
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.validate_architecture()
+        if self.num_experts == 0:
+            self.router_aux_loss_coef = 0.0  # by which TRL tells that there is no such loss
         for name in self._derived:
             if name in kwargs:
                 value, derived = kwargs.pop(name), getattr(self, name)
@@ -134,7 +146,7 @@ class LoopedConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
         """As in Transformers, but fields given in `kwargs` are checked together with those of the dictionary."""
-        names = {field.name for field in fields(cls)}
+        names = {field.name for field in fields(cls)} - {"dtype"}  # which may be "auto"
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
         return super().from_dict({**config_dict, **given}, **kwargs)
 
@@ -164,7 +176,12 @@ class LoopedConfig(PreTrainedConfig):
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
         """How tensor parallelism splits the base model, by the names of its modules."""
-        return self._plan(tensor_parallel_plan)
+        return {**self._plan(tensor_parallel_plan), **self.__dict__.get("base_model_tp_plan", {})}
+
+    @base_model_tp_plan.setter
+    def base_model_tp_plan(self, plan: dict[str, str]) -> None:
+        """Transformers 5.18 adds the embeddings of a tied model."""
+        self.__dict__["base_model_tp_plan"] = plan
 
     @property
     def base_model_ep_plan(self) -> dict[str, str] | None:

@@ -38,10 +38,18 @@ CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutp
 
 
 def takes_old_cache_name(forward: Callable) -> Callable:
-    """Warn of `past_key_values` where Transformers' own models do."""
-    return (
-        deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward) if CACHE_NAME == "cache" else forward
-    )
+    """Warn of `past_key_values` where Transformers' own models do, but drop neither of two different caches."""
+    if CACHE_NAME != "cache":
+        return forward
+    renamed = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
+
+    @wraps(forward)
+    def checked(*args, **kwargs):
+        if "cache" in kwargs and "past_key_values" in kwargs:
+            kwargs["cache"] = one_cache(kwargs["cache"], kwargs.pop("past_key_values"))
+        return renamed(*args, **kwargs)
+
+    return checked
 
 
 def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:

@@ -1,8 +1,9 @@
 """Configurations: what they derive, what they refuse."""
 
 import pytest
+import torch
 from conftest import BACKBONES, SPARSE, asymloop_config, fullloop_config
-from transformers import LlamaConfig, MixtralConfig
+from transformers import AutoConfig, LlamaConfig, MixtralConfig
 
 from asymloop_hf import AsymLoopConfig, AsymLoopForCausalLM, FullLoopConfig, FullLoopForCausalLM
 
@@ -302,3 +303,16 @@ def test_round_trip_through_a_file(make_config, name, tmp_path):
     assert loaded.to_dict().items() >= {k: v for k, v in config.to_dict().items() if k != "auto_map"}.items()
     assert loaded.num_hidden_layers == config.num_hidden_layers
     assert type(config).from_pretrained(tmp_path, num_loops=1).num_loops == 1
+
+
+@pytest.mark.parametrize("make_config", [asymloop_config, fullloop_config])
+def test_a_dtype_beside_the_folder_is_left_to_transformers(make_config, tmp_path):
+    make_config().save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path, dtype="auto").num_loops == make_config().num_loops
+    assert AutoConfig.from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("make_config", [asymloop_config, fullloop_config])
+def test_the_factor_of_the_load_balancing_loss_is_0_without_experts(make_config):
+    assert make_config().router_aux_loss_coef == make_config(router_aux_loss_coef=0.3).router_aux_loss_coef == 0
+    assert make_config(**BACKBONES["mixtral"]).router_aux_loss_coef == 0.01

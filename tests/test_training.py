@@ -1,11 +1,13 @@
 """Training: gradient checkpointing, Trainer, the generic heads, initialisation."""
 
+import copy
+
 import pytest
 import torch
 from conftest import BACKBONES, asymloop, asymloop_config, fullloop, fullloop_config, tokens
 from datasets import Dataset
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 MAKERS = {
     "asymloop": asymloop,
@@ -61,9 +63,14 @@ def make_trainer(model, folder, **options) -> Trainer:
         use_cpu=True,
         disable_tqdm=True,
         save_steps=2,
+        logging_steps=1,
         **options,
     )
     return Trainer(model=model, args=arguments, train_dataset=documents(), eval_dataset=documents())
+
+
+def losses(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}])
@@ -77,13 +84,53 @@ def test_trainer_learns(name, options, tmp_path):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_trainer_resumes_where_it_stopped(name, tmp_path):
-    model = MAKERS[name]()
-    make_trainer(model, tmp_path).train()
+    trainer = make_trainer(MAKERS[name](), tmp_path)
+    trainer.train()
     torch.manual_seed(1)
-    resumed = MAKERS[name]()
-    make_trainer(resumed, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for weight, expected in zip(resumed.parameters(), model.parameters(), strict=True):
+    resumed = make_trainer(MAKERS[name](), tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses(resumed) == losses(trainer) and len(losses(trainer)) == 4
+    for weight, expected in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(weight, expected)
+
+
+def documents_of_many_lengths() -> Dataset:
+    """Padded rows with 2 to 9 labels, so that a mean over rows is not a mean over tokens."""
+    input_ids = tokens(8, 9)
+    mask = torch.arange(9) < torch.arange(2, 10)[:, None]
+    labels = input_ids.masked_fill(~mask, -100)
+    columns = {"input_ids": input_ids * mask, "attention_mask": mask.long(), "labels": labels}
+    return Dataset.from_dict({name: column.tolist() for name, column in columns.items()})
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_gradient_accumulation_is_one_big_batch(name, tmp_path):
+    options = {"max_steps": 3, "optim": "sgd", "max_grad_norm": 0.0, "save_strategy": "no", "logging_steps": 1}
+    options |= {"learning_rate": 0.05, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    model, trainers = MAKERS[name](), []
+    for size in (8, 2):
+        arguments = TrainingArguments(
+            tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=8 // size, **options
+        )
+        dataset = documents_of_many_lengths()
+        trainers.append(Trainer(model=copy.deepcopy(model), args=arguments, train_dataset=dataset))
+        trainers[-1].train()
+    big, accumulated = trainers
+    assert losses(accumulated) == pytest.approx(losses(big), rel=1e-5)
+    assert losses(big)[-1] < losses(big)[0]
+    for weight, expected in zip(accumulated.model.parameters(), big.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_model_loaded_in_bfloat16_learns(name, tmp_path):
+    MAKERS[name]().save_pretrained(tmp_path / "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=torch.bfloat16)
+    trainer = make_trainer(model, tmp_path, bf16=True)
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4", dtype="auto").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("make_config", [asymloop_config, fullloop_config])

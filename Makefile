@@ -6,13 +6,16 @@ CONSTRAINTS ?= constraints.txt
 # Spinning OpenMP threads make every step slower as soon as anything else runs on the machine.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint
+.PHONY: demo test conformance lint
 
 demo: $(VENV)/installed
 	$(VENV)/bin/asymloop demo $(DEMO)
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest $(TESTS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(TESTS)
+
+conformance: $(VENV)/installed
+	$(VENV)/bin/python tests/conformance/run.py --numprocesses 2
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

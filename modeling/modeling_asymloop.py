@@ -17,6 +17,8 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -167,7 +169,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         logits_to_keep: int | torch.Tensor = 0,
         past_key_values: Cache | None = None,
         output_attention_share: bool = False,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> AsymLoopModelOutputWithPast:
         """
         Args (those of `LlamaModel`, and):
@@ -246,7 +248,7 @@ class AsymLoopModel(AsymLoopPreTrainedModel):
         cache: AsymLoopCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         past_key_values: AsymLoopCache | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> AsymLoopCache:
         """
         Run the encoder alone: encode once, decode at any depth with `cache.fork(num_loops)`.

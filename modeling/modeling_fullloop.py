@@ -11,6 +11,8 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -90,7 +92,7 @@ class FullLoopModel(FullLoopPreTrainedModel):
         use_cache: bool | None = None,
         num_loops: int | None = None,
         past_key_values: Cache | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoeModelOutputWithPast:
         """
         Args (those of `LlamaModel`, and):

@@ -16,7 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOu
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import AutoModel
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRouter
-from transformers.utils import can_return_tuple
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -177,6 +178,8 @@ class LoopedPreTrainedModel(PreTrainedModel):
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         if output_loading_info:
             return model, info
+        if pretrained_model_name_or_path is None:  # the caller's own `state_dict`
+            return model
         same_head = cls.__name__ in (model.config.architectures or [])
         for kind in ("missing", "unexpected"):
             keys = [key for key in sorted(info[f"{kind}_keys"]) if same_head or key.split(".")[0] not in HEADS]
@@ -216,7 +219,7 @@ class LoopedCausalLM:
         num_loops: int | None = None,
         past_key_values: Cache | None = None,
         output_router_logits: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> MoeCausalLMOutputWithPast:
         """
         Args (those of `LlamaForCausalLM`, and):

@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+EXTRAS ?= test,integrations,lint
 
 # Spinning OpenMP threads make every step slower as soon as anything else runs on the machine.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -23,5 +24,5 @@ lint: $(VENV)/installed
 
 $(VENV)/installed: setup.cfg pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test,lint]'
+	$(VENV)/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	touch $@

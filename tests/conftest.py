@@ -60,6 +60,15 @@ def fullloop(**overrides) -> FullLoopForCausalLM:
     return FullLoopForCausalLM(fullloop_config(**overrides)).eval()
 
 
+# One of each kind.
+KINDS = {
+    "asymloop": asymloop,
+    "asymloop, window of 3": lambda **fields: asymloop(**{"local_window": 3, **fields}),
+    "asymloop, olmoe": lambda **fields: asymloop(**{**BACKBONES["olmoe"], **fields}),
+    "full loop": fullloop,
+}
+
+
 def tokens(batch: int, length: int, seed: int = 0) -> torch.LongTensor:
     """Random tokens of shape `(batch, length)`, none of them the padding token."""
     return torch.randint(1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))

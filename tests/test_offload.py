@@ -6,17 +6,10 @@ import re
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from conftest import BACKBONES, asymloop, fullloop, tokens
+from conftest import KINDS, tokens
 from transformers import AutoModelForCausalLM
 
-MAKERS = {
-    "asymloop": asymloop,
-    "asymloop, tied": lambda: asymloop(tie_word_embeddings=True),
-    "asymloop, window of 3": lambda: asymloop(local_window=3),
-    "asymloop, olmoe": lambda: asymloop(**BACKBONES["olmoe"]),
-    "full loop": fullloop,
-}
-every_model = pytest.mark.parametrize("name", MAKERS)
+every_model = pytest.mark.parametrize("name", KINDS)
 
 
 def some_on_disk(model) -> dict[str, str]:
@@ -58,7 +51,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @every_model
 def test_weights_elsewhere_compute_the_same(name, way, tmp_path):
-    model = MAKERS[name]()
+    model = KINDS[name]()
     place, fetched = WAYS[way]
     placed = place(copy.deepcopy(model), tmp_path)
     is_elsewhere = [weight.is_meta for weight in placed.parameters()]
@@ -70,9 +63,9 @@ def test_weights_elsewhere_compute_the_same(name, way, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["some on disk", "disk_offload", "cpu_offload"])
-@pytest.mark.parametrize("name", [name for name in MAKERS if name.startswith("asymloop")])
+@pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("asymloop")])
 def test_weights_elsewhere_encode_once(name, way, tmp_path):
-    model = MAKERS[name]()
+    model = KINDS[name]()
     placed = WAYS[way][0](copy.deepcopy(model), tmp_path)
     input_ids, expected = tokens(2, 9), model.encode(tokens(2, 9)[:, :-2])
     cache = placed.encode(input_ids[:, :-2])
@@ -84,7 +77,7 @@ def test_weights_elsewhere_encode_once(name, way, tmp_path):
 @every_model
 def test_layers_are_not_split(name, tmp_path):
     """A layer adds its input to its output: both have to be in one place."""
-    model = MAKERS[name]()
+    model = KINDS[name]()
     placed = WAYS["auto, memory for half"][0](model, tmp_path)
     assert any(place == "disk" for place in placed.hf_device_map.values())
     assert not any(re.search(r"layers\.\d+\.", path) for path in placed.hf_device_map)

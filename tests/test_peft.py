@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import BACKBONES, asymloop, fullloop, tokens
+from conftest import BACKBONES, KINDS, asymloop, fullloop, tokens
 from test_saving import run_without_the_package
 from transformers import DynamicCache
 
@@ -12,14 +12,8 @@ from asymloop_hf.modeling.modeling_looped import CACHE_NAME
 
 peft = pytest.importorskip("peft")
 
-MAKERS = {
-    "asymloop": asymloop,
-    "asymloop, window of 3": lambda **fields: asymloop(local_window=3, **fields),
-    "asymloop, olmoe": lambda **fields: asymloop(**BACKBONES["olmoe"], **fields),
-    "full loop": fullloop,
-}
 STACKS = {"encoder": r".*\.encoder\..*", "decoder": r".*\.decoder\..*"}
-every_model = pytest.mark.parametrize("name", MAKERS)
+every_model = pytest.mark.parametrize("name", KINDS)
 
 
 def with_adapter(model, **options):
@@ -37,7 +31,7 @@ def train_once(model):
 @pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "v_proj"]])
 @every_model
 def test_an_adapter_is_a_low_rank_change_of_the_weights(name, target_modules, float64):
-    base = MAKERS[name]()
+    base = KINDS[name]()
     by_hand = copy.deepcopy(base)
     model = with_adapter(base, target_modules=target_modules)
     for path, module in model.base_model.model.named_modules():
@@ -51,9 +45,9 @@ def test_an_adapter_is_a_low_rank_change_of_the_weights(name, target_modules, fl
 
 
 @pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("name", [name for name in MAKERS if name.startswith("asymloop")])
+@pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("asymloop")])
 def test_an_adapter_on_one_stack_leaves_the_other_alone(name, stack):
-    model = with_adapter(MAKERS[name](), target_modules=rf"{STACKS[stack]}(q|k|v|o)_proj")
+    model = with_adapter(KINDS[name](), target_modules=rf"{STACKS[stack]}(q|k|v|o)_proj")
     trained = train_once(model)
     assert len(trained) == 2 * 4 * 2  # layers, projections, matrices
     assert all(f".{stack}." in weight and ".lora_" in weight for weight in trained)
@@ -61,7 +55,7 @@ def test_an_adapter_on_one_stack_leaves_the_other_alone(name, stack):
 
 @every_model
 def test_an_adapter_can_be_switched_off_and_unloaded(name):
-    base = MAKERS[name]()
+    base = KINDS[name]()
     expected = base(tokens(2, 9)).logits
     model = with_adapter(base)
     assert not torch.allclose(model(input_ids=tokens(2, 9)).logits, expected)
@@ -73,7 +67,7 @@ def test_an_adapter_can_be_switched_off_and_unloaded(name):
 @pytest.mark.parametrize("num_loops", [1, 4])
 @every_model
 def test_generate_with_an_adapter(name, num_loops):
-    model = with_adapter(MAKERS[name]())
+    model = with_adapter(KINDS[name]())
     options = {"max_new_tokens": 6, "do_sample": False, "num_loops": num_loops}
     generated = model.generate(input_ids=tokens(2, 9), **options)
     assert torch.equal(generated, model.generate(input_ids=tokens(2, 9), use_cache=False, **options))
@@ -92,8 +86,8 @@ def test_generate_with_an_adapter(name, num_loops):
 )
 @every_model
 def test_an_adapter_is_saved_and_loaded(name, tied, options, tmp_path):
-    MAKERS[name](tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
-    base_class = type(MAKERS[name]())
+    KINDS[name](tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    base_class = type(KINDS[name]())
     model = with_adapter(base_class.from_pretrained(tmp_path / "base"), **options)
     model.save_pretrained(tmp_path / "adapter")
     expected = model(input_ids=tokens(2, 9)).logits
@@ -124,7 +118,7 @@ print((model.eval()(input_ids=input_ids).logits - loaded(input_ids).logits).abs(
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @every_model
 def test_gradient_checkpointing_with_an_adapter(name, use_reentrant):
-    model = with_adapter(MAKERS[name]()).train()
+    model = with_adapter(KINDS[name]()).train()
     trained = train_once(model)
     expected = {key: weight.grad.clone() for key, weight in model.named_parameters() if key in trained}
     model.zero_grad()
@@ -149,7 +143,7 @@ def test_an_adapter_on_experts(make):
 @every_model
 def test_prompt_tuning_puts_its_embeddings_first(name):
     """PEFT 0.21 does not see the cache of Transformers 5.24, and would put them before every new token again."""
-    model = MAKERS[name]()
+    model = KINDS[name]()
     options = {"max_new_tokens": 6, "do_sample": False, "use_cache": False}
     prompted = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     prompt = prompted.prompt_encoder["default"].embedding.weight.expand(2, -1, -1)
@@ -174,7 +168,7 @@ def prefix_tuned(model, prefix):
 
 @every_model
 def test_prefix_tuning_gives_each_visit_its_key_values(name):
-    model, prefix, input_ids = MAKERS[name](), tokens(1, 3, seed=1), tokens(2, 9)
+    model, prefix, input_ids = KINDS[name](), tokens(1, 3, seed=1), tokens(2, 9)
     expected = model(torch.cat([prefix.expand(2, -1), input_ids], dim=1)).logits[:, 3:]
     tuned = prefix_tuned(model, prefix)
     torch.testing.assert_close(tuned(input_ids=input_ids).logits, expected, rtol=0, atol=1e-5)
@@ -185,7 +179,7 @@ def test_prefix_tuning_gives_each_visit_its_key_values(name):
 @every_model
 def test_a_prefix_is_not_lost_in_generate(name):
     """PEFT hands the prefix over under the old name, beside the new one; a Llama of 5.24 generates without it."""
-    tuned = prefix_tuned(MAKERS[name](), tokens(1, 3))
+    tuned = prefix_tuned(KINDS[name](), tokens(1, 3))
     with pytest.raises(ValueError, match="past_key_values=.* it must be None, or the same, where `cache` is given"):
         tuned.generate(input_ids=tokens(2, 9), max_new_tokens=2)
 

@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from conftest import BACKBONES, asymloop, fullloop, tokens
+from conftest import KINDS, tokens
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 quantization = pytest.importorskip("torchao.quantization")
 
-MAKERS = {
-    "asymloop": asymloop,
-    "asymloop, window of 3": lambda: asymloop(local_window=3),
-    "asymloop, olmoe": lambda: asymloop(**BACKBONES["olmoe"]),
-    "full loop": fullloop,
-}
-every_model = pytest.mark.parametrize("name", MAKERS)
+every_model = pytest.mark.parametrize("name", KINDS)
 
 
 def load_int8(model, folder, kind="Int8WeightOnlyConfig"):
@@ -25,7 +19,7 @@ def load_int8(model, folder, kind="Int8WeightOnlyConfig"):
 @every_model
 def test_the_weights_of_linear_maps_are_int8(name, tmp_path):
     """Embeddings, norms, head, routers and experts stay as they are, as in Transformers' own models."""
-    model = load_int8(MAKERS[name](), tmp_path)
+    model = load_int8(KINDS[name](), tmp_path)
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and path != "lm_head":
             assert module.weight.qdata.dtype == torch.int8
@@ -36,7 +30,7 @@ def test_the_weights_of_linear_maps_are_int8(name, tmp_path):
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
 @every_model
 def test_int8_stays_close_to_float(name, kind, tmp_path):
-    model = MAKERS[name]()
+    model = KINDS[name]()
     with torch.no_grad():
         expected = model(tokens(2, 9)).logits
         logits = load_int8(model, tmp_path, kind)(tokens(2, 9)).logits
@@ -45,7 +39,7 @@ def test_int8_stays_close_to_float(name, kind, tmp_path):
 
 @every_model
 def test_int8_generates_with_a_cache_what_it_does_without(name, tmp_path):
-    model = load_int8(MAKERS[name](), tmp_path)
+    model = load_int8(KINDS[name](), tmp_path)
     options = {"max_new_tokens": 8, "do_sample": False, "num_loops": 2}
     generated = model.generate(tokens(2, 9), **options)
     assert torch.equal(generated, model.generate(tokens(2, 9), use_cache=False, **options))
@@ -53,7 +47,7 @@ def test_int8_generates_with_a_cache_what_it_does_without(name, tmp_path):
 
 @every_model
 def test_int8_is_saved_and_loaded(name, tmp_path):
-    model = load_int8(MAKERS[name](), tmp_path / "float")
+    model = load_int8(KINDS[name](), tmp_path / "float")
     model.save_pretrained(tmp_path / "int8")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
     assert torch.equal(loaded(tokens(2, 9)).logits, model(tokens(2, 9)).logits)
@@ -62,7 +56,7 @@ def test_int8_is_saved_and_loaded(name, tmp_path):
 @every_model
 def test_an_adapter_on_int8_weights_learns(name, tmp_path):
     peft = pytest.importorskip("peft")
-    model = load_int8(MAKERS[name](), tmp_path)
+    model = load_int8(KINDS[name](), tmp_path)
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"]))
     optimizer = torch.optim.Adam([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
     losses = []

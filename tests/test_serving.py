@@ -9,15 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 from chat_tokenizer import chat_tokenizer, fields_for
-from conftest import BACKBONES, asymloop, fullloop
+from conftest import KINDS
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-MAKERS = {
-    "asymloop": asymloop,
-    "asymloop, window of 3": lambda **fields: asymloop(local_window=3, **fields),
-    "asymloop, olmoe": lambda **fields: asymloop(**BACKBONES["olmoe"], **fields),
-    "full loop": fullloop,
-}
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 TEXTS = ["The otter", "Every summer the heron follows the river"]
 CHAT = [{"role": "user", "content": "Where is the otter?"}]
@@ -26,7 +20,7 @@ CHAT = [{"role": "user", "content": "Where is the otter?"}]
 def save(name, folder) -> str:
     """A checkpoint with a tokenizer in `folder`."""
     tokenizer = chat_tokenizer()
-    MAKERS[name](**fields_for(tokenizer)).save_pretrained(folder)
+    KINDS[name](**fields_for(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -46,7 +40,7 @@ def answer(model, tokenizer, **options) -> str:
     return generate(model, tokenizer, inputs, **options)
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(scope="module", params=KINDS)
 def path(request, tmp_path_factory):
     return save(request.param, tmp_path_factory.mktemp("checkpoint"))
 

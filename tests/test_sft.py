@@ -3,18 +3,12 @@
 import pytest
 import torch
 from chat_tokenizer import chat_tokenizer, fields_for
-from conftest import BACKBONES, asymloop, fullloop
+from conftest import KINDS
 from datasets import Dataset
 from small_corpus import make_documents
 
 trl = pytest.importorskip("trl")
 
-MAKERS = {
-    "asymloop": asymloop,
-    "asymloop, window of 3": lambda **fields: asymloop(local_window=3, **fields),
-    "asymloop, olmoe": lambda **fields: asymloop(**BACKBONES["olmoe"], **fields),
-    "full loop": fullloop,
-}
 DOCUMENTS = make_documents(48, sentences=1)
 TEXTS = Dataset.from_dict({"text": DOCUMENTS})
 CHATS = Dataset.from_dict(
@@ -23,7 +17,7 @@ CHATS = Dataset.from_dict(
         "completion": [[{"role": "assistant", "content": text[20:]}] for text in DOCUMENTS],
     }
 )
-every_model = pytest.mark.parametrize("name", MAKERS)
+every_model = pytest.mark.parametrize("name", KINDS)
 two_models = pytest.mark.parametrize("name", ["asymloop", "full loop"])
 
 
@@ -43,7 +37,7 @@ def make_trainer(name, folder, dataset=TEXTS, peft_config=None, **options):
         "disable_tqdm": True,
     }
     arguments = trl.SFTConfig(folder, **{**defaults, **options})
-    model = MAKERS[name](**fields_for(tokenizer))
+    model = KINDS[name](**fields_for(tokenizer))
     return trl.SFTTrainer(
         model, args=arguments, train_dataset=dataset, processing_class=tokenizer, peft_config=peft_config
     )

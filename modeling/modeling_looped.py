@@ -72,22 +72,25 @@ def check_num_slots(cache: Cache | None, *allowed: int) -> None:
     require(num_slots in (0, *allowed), "cache", cache, f"made for {counts} visits (it has {num_slots} slots)")
 
 
+def check_shape(name: str, tensor: torch.Tensor, *allowed: tuple[int, ...]) -> None:
+    """Raise a `ValueError` if a tensor has none of these shapes. A message made before would fix them in an export."""
+    shape = tuple(tensor.shape)
+    if shape not in allowed:
+        require(False, f"{name}.shape", shape, " or ".join(map(str, allowed)))
+
+
 def check_padding(attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, cache: Cache | None) -> None:
     """Raise a `ValueError` if a padding mask does not have one column for each cached and each new position."""
     is_static = cache is not None and cache.is_compileable  # its length is a tensor, which a check would wait for
     if attention_mask is not None and not is_static:
         past = cache.get_seq_length() if cache is not None else 0
-        shape = (inputs_embeds.shape[0], past + inputs_embeds.shape[1])
-        require(tuple(attention_mask.shape) == shape, "attention_mask.shape", tuple(attention_mask.shape), str(shape))
+        check_shape("attention_mask", attention_mask, (inputs_embeds.shape[0], past + inputs_embeds.shape[1]))
 
 
 def check_position_ids(position_ids: torch.LongTensor, inputs_embeds: torch.Tensor) -> None:
     """Raise a `ValueError` if there is not one position for each token."""
     batch, length = inputs_embeds.shape[:2]
-    shape = tuple(position_ids.shape)
-    require(
-        shape in ((1, length), (batch, length)), "position_ids.shape", shape, f"{(batch, length)} or {(1, length)}"
-    )
+    check_shape("position_ids", position_ids, (batch, length), (1, length))
 
 
 def next_position_ids(inputs_embeds: torch.Tensor, cache: Cache | None) -> torch.LongTensor:

@@ -406,6 +406,15 @@ def concatenate(query, global_keys, global_values, local_keys, local_values, mas
     return keys, values, dense(mask, query, global_keys, local_keys)
 
 
+# Below these lengths one kernel call over concatenated keys and a dense mask takes less time on a CPU than two calls
+# without (docs/performance.md).
+MIN_LENGTH = {torch.float64: 48, torch.float32: 48, torch.bfloat16: 192, torch.float16: 192}
+
+
+def is_short(query: Tensor, keys: Tensor) -> bool:
+    return query.device.type == "cpu" and query.shape[2] > 1 and keys.shape[2] < MIN_LENGTH.get(query.dtype, 0)
+
+
 def sources_of(
     query: Tensor,
     global_keys: Tensor,
@@ -413,10 +422,10 @@ def sources_of(
     local_keys: Tensor,
     local_values: Tensor,
     mask: JointMask,
-    concatenated: bool,
+    concatenated: bool | None,
 ) -> list[Source]:
-    """The global and the local source; or both `concatenated` into one, under a dense mask."""
-    if not concatenated:
+    """The global and the local source; or both `concatenated` into one, by default where that takes less time."""
+    if not (is_short(query, global_keys) if concatenated is None else concatenated):
         global_parts = source_parts(query, global_keys, mask, None, mask.global_mask)
         local_parts = source_parts(query, local_keys, mask, mask.window, mask.local_mask)
         return [Source(global_keys, global_values, global_parts), Source(local_keys, local_values, local_parts)]
@@ -441,11 +450,12 @@ def _joint_attention(
     documents: Tensor | None,
     global_mask: Tensor | None,
     local_mask: Tensor | None,
-    concatenated: bool,
+    concatenated: bool | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, log-sum-exp (infinite where a query sees nothing), and log-sum-exp of the first source."""
     mask = JointMask(window, padding, documents, global_mask, local_mask)
+    check_shapes(query, global_keys, global_values, local_keys, local_values, mask)
     query, *key_values = map(unit_stride, (query, global_keys, global_values, local_keys, local_values))
     first, *others = sources_of(query, *key_values, mask, concatenated)
     out, first_lse = attend(query, *first, scale)
@@ -480,7 +490,7 @@ def _joint_attention_backward(
     documents: Tensor | None,
     global_mask: Tensor | None,
     local_mask: Tensor | None,
-    concatenated: bool,
+    concatenated: bool | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients for query, global keys and values, local keys and values."""
@@ -488,11 +498,12 @@ def _joint_attention_backward(
     tensors = (grad, query, global_keys, global_values, local_keys, local_values)
     grad, query, *key_values = map(unit_stride, tensors)
     dq, grads = None, []
-    for source in sources_of(query, *key_values, mask, concatenated):
+    sources = sources_of(query, *key_values, mask, concatenated)
+    for source in sources:
         source_dq, dk, dv = attend_backward(grad, query, *source, out, lse, scale)
         dq = source_dq if dq is None else dq.add_(source_dq)
         grads += [dk, dv]
-    if concatenated:
+    if len(sources) == 1:
         lengths = [global_keys.shape[2], local_keys.shape[2]]
         (dgk, dlk), (dgv, dlv) = (torch.split_with_sizes_copy(tensor, lengths, dim=2) for tensor in grads)
         grads = [dgk, dgv, dlk, dlv]
@@ -558,15 +569,6 @@ def check_shapes(query, global_keys, global_values, local_keys, local_values, ma
         require(fits, "global_keys.shape[2]", length, f"{num_queries}, as packed documents are not cached")
 
 
-# Below these lengths one kernel call over concatenated keys and a dense mask takes less time on a CPU than two calls
-# without (docs/performance.md).
-MIN_LENGTH = {torch.float64: 48, torch.float32: 48, torch.bfloat16: 192, torch.float16: 192}
-
-
-def is_short(query: Tensor, keys: Tensor) -> bool:
-    return query.device.type == "cpu" and query.shape[2] > 1 and keys.shape[2] < MIN_LENGTH.get(query.dtype, 0)
-
-
 def joint_attention(
     query: Tensor,
     global_keys: Tensor,
@@ -598,12 +600,11 @@ def joint_attention(
         `ValueError`: tensors or masks whose shapes do not fit together; names the one and what it must be.
     """
     tensors = (query, global_keys, global_values, local_keys, local_values)
-    check_shapes(*tensors, mask)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         tensors = tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
-    concatenated = not return_share and is_short(query, global_keys)
+    concatenated = False if return_share else None
     out, lse, global_lse = _joint_attention(*tensors, *mask, concatenated, scale)
     return out, torch.exp(global_lse - lse).detach() if return_share else None

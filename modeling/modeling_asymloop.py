@@ -390,15 +390,25 @@ class AsymLoopForCausalLM(LoopedCausalLM, AsymLoopPreTrainedModel, GenerationMix
     def _outputs_wanted(self, logits_to_keep: int | torch.Tensor) -> dict:
         return {"logits_to_keep": logits_to_keep}
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
         """An `AsymLoopCache` is the default cache of `generate`."""
         is_default = generation_config.use_cache is not False and generation_config.cache_implementation is None
         given = model_kwargs.get("cache", model_kwargs.get(CACHE_NAME))
-        if given is not None or not is_default:
-            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        model_kwargs[CACHE_NAME] = AsymLoopCache(self.config, model_kwargs.get("num_loops"))
-        if generation_config.is_assistant:
-            model_kwargs[CACHE_NAME].activate_past_recording()
+        if given is None and is_default:
+            self._check_generation(generation_config, None, generation_mode, batch_size)
+            model_kwargs[CACHE_NAME] = AsymLoopCache(self.config, model_kwargs.get("num_loops"))
+            if generation_config.is_assistant:
+                model_kwargs[CACHE_NAME].activate_past_recording()
+            return
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        made = model_kwargs.get(CACHE_NAME)
+        if self.config.local_window == 1 and made is not given:
+            # Local slots stay empty; offloading would wait for them, and Transformers 5.18 cannot cut them.
+            del made.layers[self.config.num_encoder_layers :]
 
 
 class AsymLoopForSequenceClassification(GenericForSequenceClassification, AsymLoopPreTrainedModel): ...

@@ -8,7 +8,7 @@ from functools import wraps
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache, QuantizedLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -36,6 +36,11 @@ except ImportError:  # Transformers before 5.21
 
 # Transformers renamed the cache argument and output from `past_key_values` to `cache` in 5.24.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+
+# Transformers 5.18 silently leaves the quantized part of a cache as it is, and gives a wrong result.
+QUANTIZED_CAN_BE_REORDERED = QuantizedLayer.reorder_cache is not DynamicLayer.reorder_cache
+QUANTIZED_REFUSES_TO_BE_CUT = not QuantizedLayer.is_croppable
 
 
 def takes_old_cache_name(forward: Callable) -> Callable:
@@ -76,22 +81,25 @@ def check_num_slots(cache: Cache | None, *allowed: int) -> None:
     require(num_slots in (0, *allowed), "cache", cache, f"made for {counts} visits (it has {num_slots} slots)")
 
 
+def check_shape(name: str, tensor: torch.Tensor, *allowed: tuple[int, ...]) -> None:
+    """Raise a `ValueError` if a tensor has none of these shapes. A message made before would fix them in an export."""
+    shape = tuple(tensor.shape)
+    if shape not in allowed:
+        require(False, f"{name}.shape", shape, " or ".join(map(str, allowed)))
+
+
 def check_padding(attention_mask: torch.Tensor | None, inputs_embeds: torch.Tensor, cache: Cache | None) -> None:
     """Raise a `ValueError` if a padding mask does not have one column for each cached and each new position."""
     is_static = cache is not None and cache.is_compileable  # its length is a tensor, which a check would wait for
     if attention_mask is not None and not is_static:
         past = cache.get_seq_length() if cache is not None else 0
-        shape = (inputs_embeds.shape[0], past + inputs_embeds.shape[1])
-        require(tuple(attention_mask.shape) == shape, "attention_mask.shape", tuple(attention_mask.shape), str(shape))
+        check_shape("attention_mask", attention_mask, (inputs_embeds.shape[0], past + inputs_embeds.shape[1]))
 
 
 def check_position_ids(position_ids: torch.LongTensor, inputs_embeds: torch.Tensor) -> None:
     """Raise a `ValueError` if there is not one position for each token."""
     batch, length = inputs_embeds.shape[:2]
-    shape = tuple(position_ids.shape)
-    require(
-        shape in ((1, length), (batch, length)), "position_ids.shape", shape, f"{(batch, length)} or {(1, length)}"
-    )
+    check_shape("position_ids", position_ids, (batch, length), (1, length))
 
 
 def next_position_ids(inputs_embeds: torch.Tensor, cache: Cache | None) -> torch.LongTensor:
@@ -291,28 +299,59 @@ class LoopedCausalLM:
             )
         return super().prepare_inputs_for_generation(input_ids, next_sequence_length=next_sequence_length, **kwargs)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
         """Have `generate(num_loops=...)` make a cache with a slot for each visit at that number of loops."""
-        args = (generation_mode, *args)
         if "cache" in model_kwargs:  # under either name, in every version
             model_kwargs[CACHE_NAME] = model_kwargs.pop("cache")
-        cache = model_kwargs.get(CACHE_NAME)
-        if cache is not None and cache.get_seq_length() > 0 and generation_mode == GenerationMode.ASSISTED_GENERATION:
-            raise ValueError(
-                f"cache of {cache.get_seq_length()} tokens is not allowed: it must be empty in assisted decoding, as "
-                "Transformers would read the prompt a second time."
-            )
+        self._check_generation(generation_config, model_kwargs.get(CACHE_NAME), generation_mode, batch_size)
+        if generation_config.prompt_lookup_num_tokens is not None:  # Transformers drafts beyond the last position
+            max_cache_length += generation_config.prompt_lookup_num_tokens
+        args = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         num_loops = model_kwargs.get("num_loops")
         if num_loops is None:
-            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            return super()._prepare_cache_for_generation(*args)
         require(is_positive_int(num_loops), "num_loops", num_loops, "a positive integer")
         trained_config = self.config
         self.config = copy.copy(trained_config)
         self.config.num_loops = num_loops
         try:
-            return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            return super()._prepare_cache_for_generation(*args)
         finally:
             self.config = trained_config
+
+    @staticmethod
+    def _check_generation(generation_config, cache: Cache | None, generation_mode: GenerationMode, batch_size: int):
+        """Raise a `ValueError` where Transformers would fail from deep inside, or give a wrong result."""
+        early_exit = generation_config.assistant_early_exit
+        allowed = "None; a model with fewer loops can be the `assistant_model`"
+        require(early_exit is None, "assistant_early_exit", early_exit, allowed)
+        implementation = generation_config.cache_implementation
+        can_offload = torch.cuda.is_available() or implementation not in ("offloaded", "offloaded_static")
+        require(can_offload, "cache_implementation", implementation, "another where there is no CUDA device")
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if implementation == "quantized" or isinstance(cache, QuantizedCache):
+            is_wrong = (generation_config.num_beams > 1 and not QUANTIZED_CAN_BE_REORDERED) or (
+                is_assisted and not QUANTIZED_REFUSES_TO_BE_CUT
+            )
+            allowed = "another with beams or assisted decoding in this version of Transformers"
+            require(not is_wrong, "cache_implementation", "quantized", allowed)
+        length = cache.get_seq_length() if cache is not None else 0
+        if length == 0:
+            return
+        if is_assisted:
+            raise ValueError(
+                f"cache of {length} tokens is not allowed: it must be empty in assisted decoding, as Transformers "
+                "would read the prompt a second time."
+            )
+        keys = cache.layers[0].keys
+        copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+        if keys.dim() == 4 and keys.shape[0] != copies * batch_size:
+            raise ValueError(
+                f"cache of {keys.shape[0]} sequences is not allowed: it must hold {copies * batch_size}, {copies} for "
+                f"each of the {batch_size} prompts; `cache.batch_repeat_interleave(n)` repeats them."
+            )
 
 
 def register_auto_classes(pretrained_class: type, base_model_class: type, classes: dict[str, type]) -> None:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from conftest import BACKBONES, asymloop, asymloop_config, fullloop, tokens
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import StaticLayer
 
 from asymloop_hf import AsymLoopCache
+from asymloop_hf.modeling.modeling_looped import CACHE_NAME
 
 pytestmark = pytest.mark.usefixtures("float64")
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
@@ -395,26 +397,64 @@ def test_past_recording_outlives_fork_and_reset():
     torch.testing.assert_close(model(input_ids[:, 20:], past_key_values=fork).logits, expected, **TOLERANCE)
 
 
+# What is done to a cache of three sequences, and which of them are left.
+OPERATIONS = {
+    "shallow copy": (copy.copy, [0, 1, 2]),
+    "deep copy": (copy.deepcopy, [0, 1, 2]),
+    "pickle": (lambda cache: pickle.loads(pickle.dumps(cache)), [0, 1, 2]),
+    "reorder_cache": (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+    "batch_repeat_interleave": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+    "batch_select_indices": (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+    "crop": (lambda cache: cache.crop(-2), [0, 1, 2]),
+}
+FILLED = {
+    "asymloop": (lambda: asymloop(), "asymloop"),
+    "asymloop, window of 3": (lambda: asymloop(local_window=3), "asymloop"),
+    "asymloop, encoded": (lambda: asymloop(local_window=3), "encoded"),
+    "asymloop, dynamic": (lambda: asymloop(), "dynamic"),
+    "asymloop, static": (lambda: asymloop(), "static"),
+    "full loop, dynamic": (lambda: fullloop(), "dynamic"),
+    "full loop, static": (lambda: fullloop(), "static"),
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("encode_only", [False, True])
-def test_batch_operations(encode_only):
-    model = asymloop(local_window=3)
-    input_ids, continuation = tokens(3, 6), tokens(6, 2, seed=1)
-    cache = model.encode(input_ids) if encode_only else AsymLoopCache(model.config)
-    if not encode_only:
-        model(input_ids, past_key_values=cache)
-    copies = {
-        "copied": (copy.deepcopy(cache), [0, 1, 2], lambda c: None),
-        "pickled": (pickle.loads(pickle.dumps(cache)), [0, 1, 2], lambda c: None),
-        "reordered": (copy.deepcopy(cache), [2, 0, 0], lambda c: c.reorder_cache(torch.tensor([2, 0, 0]))),
-        "repeated": (copy.deepcopy(cache), [0, 0, 1, 1, 2, 2], lambda c: c.batch_repeat_interleave(2)),
-        "selected": (copy.deepcopy(cache), [2, 1], lambda c: c.batch_select_indices(torch.tensor([2, 1]))),
-    }
-    for made, rows, change in copies.values():
-        change(made)
-        new = continuation[: len(rows)]
-        expected = model(torch.cat([input_ids[rows], new], 1), use_cache=False).logits[:, -2:]
-        torch.testing.assert_close(model(new, past_key_values=made).logits, expected, **TOLERANCE)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("filled", FILLED)
+def test_operations_on_a_cache(filled, operation):
+    if filled.endswith("static") and operation.startswith(("batch", "crop")) and not hasattr(StaticLayer, operation):
+        pytest.skip(f"Transformers' static cache has no `{operation}`")
+    (new_model, kind), (change, rows) = FILLED[filled], OPERATIONS[operation]
+    model, input_ids = new_model(), tokens(3, 6)
+    if kind == "encoded":
+        cache = model.encode(input_ids)
+    else:
+        cache = new_cache(kind, model.config)
+        cache.activate_past_recording()
+        model(input_ids, **{CACHE_NAME: cache})
+    cache = change(cache) or cache
+    kept = input_ids[rows, :-2] if operation == "crop" else input_ids[rows]
+    for new in tokens(len(rows), 2, seed=1).split(1, dim=1):
+        kept = torch.cat([kept, new], 1)
+        logits = model(new, **{CACHE_NAME: cache}).logits
+        torch.testing.assert_close(logits, model(kept, use_cache=False).logits[:, -1:], **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("operation", ["deep copy", "pickle"])
+@pytest.mark.parametrize("filled", FILLED)
+def test_a_copy_of_a_cache_is_independent(filled, operation):
+    (new_model, kind), (duplicate, _) = FILLED[filled], OPERATIONS[operation]
+    model, input_ids = new_model(), tokens(3, 6)
+    cache = model.encode(input_ids) if kind == "encoded" else new_cache(kind, model.config)
+    if kind != "encoded":
+        model(input_ids, **{CACHE_NAME: cache})
+    caches, continuations = (cache, duplicate(cache)), (tokens(3, 3, seed=1), tokens(3, 3, seed=2))
+    for i in range(3):
+        for one, continuation in zip(caches, continuations, strict=True):
+            logits = model(continuation[:, i : i + 1], **{CACHE_NAME: one}).logits
+            whole = torch.cat([input_ids, continuation[:, : i + 1]], 1)
+            torch.testing.assert_close(logits, model(whole, use_cache=False).logits[:, -1:], **TOLERANCE)
 
 
 def test_reset_empties_the_cache():

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import BACKBONES, SPARSE, asymloop, tokens
-from transformers import StaticCache
+from conftest import BACKBONES, SPARSE, asymloop, fullloop, tokens
+from transformers import CompileConfig, StaticCache
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +42,35 @@ def test_a_step_with_a_static_cache_is_one_graph(name, local_window):
     step = compiled(model)
     logits = [step(input_ids[:, i : i + 1], past_key_values=cache).logits for i in (10, 11)]
     torch.testing.assert_close(torch.cat(logits, 1), model(input_ids).logits[:, 10:], rtol=1e-3, atol=1e-3)
+
+
+SMALL = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_loops": 2}
+
+
+@pytest.mark.parametrize(
+    ("new_model", "num_graphs"),
+    [
+        (lambda: asymloop(**SMALL), 1),
+        (lambda: asymloop(**SMALL, local_window=3), 2),  # a window that is full is another graph
+        (lambda: asymloop(**SMALL, **BACKBONES["olmoe"]), 1),
+        (lambda: fullloop(num_layers=1), 1),
+    ],
+    ids=["asymloop", "window of 3", "olmoe", "full loop"],
+)
+def test_generate_compiles_the_step_once(new_model, num_graphs):
+    model, graphs = new_model(), []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    compile_config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    compile_config._compile_all_devices = True
+    input_ids = tokens(2, 9)
+    input_ids[0, :4] = 0
+    options = {"attention_mask": (input_ids != 0).long(), "max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(input_ids, **options, use_cache=False)
+    for _ in range(2):
+        generated = model.generate(input_ids, **options, cache_implementation="static", compile_config=compile_config)
+        assert generated.tolist() == expected.tolist()
+        assert len(graphs) == num_graphs

@@ -18,9 +18,9 @@ from asymloop_hf.packing import pack
 def perplexity(model, input_ids: torch.LongTensor, local_kv: str, num_loops: int, prompt: int) -> float:
     """Perplexity of the tokens after the first `prompt`, which are read at once."""
     cache = asymloop_hf.AsymLoopCache(model.config, num_loops, local_kv)
-    logits = [model(input_ids[:, :prompt], past_key_values=cache).logits[:, -1:]]
+    logits = [model(input_ids[:, :prompt], cache=cache).logits[:, -1:]]
     for position in range(prompt, input_ids.shape[1] - 1):
-        logits.append(model(input_ids[:, position : position + 1], past_key_values=cache).logits)
+        logits.append(model(input_ids[:, position : position + 1], cache=cache).logits)
     losses = torch.nn.functional.cross_entropy(torch.cat(logits, 1).transpose(1, 2), input_ids[:, prompt:])
     return math.exp(losses)
 

@@ -58,7 +58,7 @@ def test_padding_does_not_count_with_a_static_cache_either():
     model, input_ids = asymloop(), tokens(1, 9)
     padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), input_ids], 1)
     cache = StaticCache(model.config, max_cache_len=16)
-    options = {"attention_mask": (padded != 0).long(), "past_key_values": cache}
+    options = {"attention_mask": (padded != 0).long(), "cache": cache}
     torch.testing.assert_close(shares(model, padded, **options), shares(model, input_ids))
 
 
@@ -75,7 +75,7 @@ def test_attention_dropout_does_not_change_the_share_of_a_visit(attn_implementat
 def test_while_decoding_it_is_the_share_of_the_new_tokens():
     model, input_ids = asymloop(), tokens(1, 9)
     cache = model(input_ids[:, :8], use_cache=True).past_key_values
-    new = shares(model, input_ids[:, 8:], past_key_values=cache)
+    new = shares(model, input_ids[:, 8:], cache=cache)
     whole, before = shares(model, input_ids), shares(model, input_ids[:, :8])
     torch.testing.assert_close(new, 9 * whole - 8 * before)
 

@@ -49,10 +49,10 @@ def test_against_the_built_model(name):
         if layer_name.endswith(".mlp"):
             layer.register_forward_hook(lambda *args: visits.append(1))
     input_ids = tokens(1, CONTEXT)
-    model(input_ids[:, :-1], past_key_values=cache)
+    model(input_ids[:, :-1], cache=cache)
     visits.clear()
     with FlopCounterMode(display=False) as counter:
-        model(input_ids[:, -1:], past_key_values=cache)
+        model(input_ids[:, -1:], cache=cache)
     assert costs.effective_depth == len(visits)
     # Transformers before 5.19 makes the rotary angles with a matrix product.
     rotary = [sum(flops.values()) for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")]
@@ -60,7 +60,7 @@ def test_against_the_built_model(name):
     assert costs.kv_bytes_per_token * CONTEXT == pytest.approx(cache_bytes(cache))
     if not is_full_loop:
         lean = AsymLoopCache(model.config, local_kv="last_loop")
-        model(input_ids, past_key_values=lean)
+        model(input_ids, cache=lean)
         assert costs.kv_bytes_per_token_last_loop * CONTEXT == pytest.approx(cache_bytes(lean))
 
 

@@ -38,7 +38,7 @@ def run_in_chunks(model, input_ids, chunks, cache, attention_mask=None, position
         logits.append(
             model(
                 input_ids[:, start:end],
-                past_key_values=cache,
+                cache=cache,
                 attention_mask=None if attention_mask is None else attention_mask[:, :end],
                 position_ids=None if position_ids is None else position_ids[:, start:end],
             ).logits
@@ -74,7 +74,7 @@ def test_every_backbone_has_the_same_caches(name, local_window):
         expected = model(input_ids, num_loops=num_loops, use_cache=False).logits[:, 7:]
         logits = run_in_chunks(model, input_ids[:, 7:], (1, 4), encoded.fork(num_loops))
         torch.testing.assert_close(logits, expected, **TOLERANCE)
-    lazy = model(input_ids, past_key_values=AsymLoopCache(model.config), logits_to_keep=2).logits
+    lazy = model(input_ids, cache=AsymLoopCache(model.config), logits_to_keep=2).logits
     torch.testing.assert_close(lazy, model(input_ids, use_cache=False).logits[:, -2:], **TOLERANCE)
 
 
@@ -100,7 +100,7 @@ def test_padding_under_a_cache(kind, local_window, padding_side, attn_implementa
 def test_slots_hold_one_visit_each():
     model = asymloop(num_encoder_layers=2, num_decoder_layers=1, num_loops=3, local_window=3)
     cache = AsymLoopCache(model.config)
-    model(tokens(1, 8), past_key_values=cache)
+    model(tokens(1, 8), cache=cache)
     assert len(cache) == model.config.num_hidden_layers == 5
     assert cache.get_seq_length() == 8
     assert [layer.keys.shape[-2] for layer in cache.layers] == [8, 8, 2, 2, 2]
@@ -125,8 +125,8 @@ def test_global_slots_stay_fixed_from_loop_to_loop():
     model = asymloop()
     input_ids = tokens(1, 6)
     one_loop, many_loops = AsymLoopCache(model.config, num_loops=1), AsymLoopCache(model.config, num_loops=9)
-    model(input_ids, past_key_values=one_loop)
-    model(input_ids, past_key_values=many_loops)
+    model(input_ids, cache=one_loop)
+    model(input_ids, cache=many_loops)
     for slot in range(model.config.num_encoder_layers):
         assert torch.equal(one_loop.layers[slot].keys, many_loops.layers[slot].keys)
         assert torch.equal(one_loop.layers[slot].values, many_loops.layers[slot].values)
@@ -173,9 +173,7 @@ def test_encoding_a_padded_batch(padding_side):
     attention_mask = torch.cat([(torch.cat([row, long]) != 0).long(), torch.ones(2, 2, dtype=torch.long)], 1)
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     cache = model.encode(torch.cat([row, long]), attention_mask[:, :7], position_ids[:, :7])
-    logits = model(
-        next_tokens, attention_mask=attention_mask, position_ids=position_ids[:, 7:], past_key_values=cache
-    ).logits
+    logits = model(next_tokens, attention_mask=attention_mask, position_ids=position_ids[:, 7:], cache=cache).logits
     for i, context in enumerate((short, long)):
         expected = model(torch.cat([context, next_tokens[i : i + 1]], 1)).logits[:, -2:]
         torch.testing.assert_close(logits[i : i + 1], expected, **TOLERANCE)
@@ -184,7 +182,7 @@ def test_encoding_a_padded_batch(padding_side):
 def test_a_cache_whose_positions_were_decoded_cannot_be_forked():
     model = asymloop()
     cache = model.encode(tokens(1, 6))
-    model(tokens(1, 1), past_key_values=cache)
+    model(tokens(1, 1), cache=cache)
     with pytest.raises(ValueError, match="7 positions, 0 of them pending.*fork between `encode` and the next forward"):
         cache.fork()
 
@@ -194,8 +192,8 @@ def test_a_window_of_one_can_be_forked_any_time():
     model = asymloop(local_window=1)
     input_ids = tokens(1, 8)
     cache = AsymLoopCache(model.config)
-    model(input_ids[:, :6], past_key_values=cache)
-    logits = model(input_ids[:, 6:], past_key_values=cache.fork(num_loops=5)).logits
+    model(input_ids[:, :6], cache=cache)
+    logits = model(input_ids[:, 6:], cache=cache.fork(num_loops=5)).logits
     torch.testing.assert_close(logits, model(input_ids, num_loops=5).logits[:, 6:], **TOLERANCE)
 
 
@@ -211,7 +209,7 @@ def test_lazy_prefill_visits_only_what_can_matter(local_window, num_outputs):
     visited = []
     model.model.decoder.register_forward_pre_hook(lambda module, args: visited.append(len(args[0])))
     cache = AsymLoopCache(model.config)
-    logits = model(input_ids[:, :36], past_key_values=cache, logits_to_keep=num_outputs).logits
+    logits = model(input_ids[:, :36], cache=cache, logits_to_keep=num_outputs).logits
     assert visited == [4 * (local_window - 1) + num_outputs]
     expected = model(input_ids, use_cache=False).logits
     torch.testing.assert_close(logits, expected[:, 36 - num_outputs : 36], **TOLERANCE)
@@ -226,11 +224,11 @@ def test_lazy_prefill_in_chunks_and_after_encode():
     expected = model(input_ids, use_cache=False).logits
     cache = AsymLoopCache(model.config)
     for start, end in ((0, 20), (20, 50)):
-        logits = model(input_ids[:, start:end], past_key_values=cache, logits_to_keep=1).logits
+        logits = model(input_ids[:, start:end], cache=cache, logits_to_keep=1).logits
         torch.testing.assert_close(logits, expected[:, end - 1 : end], **TOLERANCE)
-    torch.testing.assert_close(model(input_ids[:, 50:], past_key_values=cache).logits, expected[:, 50:], **TOLERANCE)
+    torch.testing.assert_close(model(input_ids[:, 50:], cache=cache).logits, expected[:, 50:], **TOLERANCE)
     cache = model.encode(input_ids[:, :50])
-    logits = model(input_ids[:, 50:], past_key_values=cache, logits_to_keep=4).logits
+    logits = model(input_ids[:, 50:], cache=cache, logits_to_keep=4).logits
     torch.testing.assert_close(logits, expected[:, 56:], **TOLERANCE)
 
 
@@ -242,7 +240,7 @@ def test_lazy_prefill_of_a_padded_batch():
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     cache = AsymLoopCache(model.config)
     logits = model(
-        input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache, logits_to_keep=1
+        input_ids, attention_mask=attention_mask, position_ids=position_ids, cache=cache, logits_to_keep=1
     ).logits
     torch.testing.assert_close(logits[0], model(short).logits[0, -1:], **TOLERANCE)
     torch.testing.assert_close(logits[1], model(long).logits[0, -1:], **TOLERANCE)
@@ -258,7 +256,7 @@ def test_logits_to_keep_without_a_cache(local_window):
         torch.testing.assert_close(kept, expected[:, -3:], **TOLERANCE)
     for choice, positions in ((torch.tensor([1, 5]), [1, 5]), (-2, range(2, 12)), (50, range(12))):
         for cache in (None, AsymLoopCache(model.config)):
-            chosen = model(input_ids, logits_to_keep=choice, past_key_values=cache).logits
+            chosen = model(input_ids, logits_to_keep=choice, cache=cache).logits
             torch.testing.assert_close(chosen, expected[:, positions], **TOLERANCE)
 
 
@@ -280,13 +278,13 @@ def test_crop(local_window, removed):
     input_ids = tokens(2, 12)
     cache = AsymLoopCache(model.config)
     cache.activate_past_recording()
-    model(input_ids, past_key_values=cache)
+    model(input_ids, cache=cache)
     cache.crop(-removed)
     assert cache.get_seq_length() == 12 - removed
     continuation = tokens(2, 3, seed=1)
     whole = torch.cat([input_ids[:, : 12 - removed], continuation], 1)
     expected = model(whole, use_cache=False).logits[:, -3:]
-    torch.testing.assert_close(model(continuation, past_key_values=cache).logits, expected, **TOLERANCE)
+    torch.testing.assert_close(model(continuation, cache=cache).logits, expected, **TOLERANCE)
 
 
 @torch.no_grad()
@@ -295,19 +293,19 @@ def test_crop_reaches_pending_positions_first(removed):
     model = asymloop()
     input_ids = tokens(2, 12)
     cache = AsymLoopCache(model.config)
-    model(input_ids[:, :8], past_key_values=cache)
+    model(input_ids[:, :8], cache=cache)
     model.encode(input_ids[:, 8:], cache=cache)
     cache.crop(-removed)
     continuation = tokens(2, 3, seed=1)
     whole = torch.cat([input_ids[:, : 12 - removed], continuation], 1)
     expected = model(whole, use_cache=False).logits[:, -3:]
-    torch.testing.assert_close(model(continuation, past_key_values=cache).logits, expected, **TOLERANCE)
+    torch.testing.assert_close(model(continuation, cache=cache).logits, expected, **TOLERANCE)
 
 
 def test_crop_refuses_what_it_cannot_do():
     model = asymloop(local_window=2)
     cache = AsymLoopCache(model.config)
-    model(tokens(1, 30), past_key_values=cache, logits_to_keep=2)
+    model(tokens(1, 30), cache=cache, logits_to_keep=2)
     for wrong in (3, -31):
         with pytest.raises(ValueError, match=f"tokens_to_remove={wrong} is not allowed: it must be from -30 to 0"):
             cache.crop(wrong)
@@ -315,7 +313,7 @@ def test_crop_refuses_what_it_cannot_do():
         cache.crop(-3)
     assert cache.get_seq_length() == 30
     cache.activate_past_recording()
-    model(tokens(1, 6, seed=1), past_key_values=cache)
+    model(tokens(1, 6, seed=1), cache=cache)
     with pytest.raises(ValueError, match="tokens_to_remove=-7 .* the window has moved on"):
         cache.crop(-7)
     cache.crop(-6)
@@ -328,12 +326,12 @@ def test_crop_of_a_full_window_is_refused_before_anything_is_cut():
     model = asymloop(local_window=3)
     input_ids = tokens(1, 24)
     cache = AsymLoopCache(model.config)
-    model(input_ids[:, :20], past_key_values=cache)
+    model(input_ids[:, :20], cache=cache)
     with pytest.raises(
         ValueError, match="tokens_to_remove=-2 .* the window has moved on; call `activate_past_recording"
     ):
         cache.crop(-2)
-    logits = model(input_ids[:, 20:], past_key_values=cache).logits
+    logits = model(input_ids[:, 20:], cache=cache).logits
     torch.testing.assert_close(logits, model(input_ids).logits[:, 20:], **TOLERANCE)
     model.encode(tokens(1, 5), cache=cache)
     cache.crop(-5)  # pending positions have no local KV that could be missed
@@ -346,11 +344,11 @@ def test_crop_with_recording_cuts_what_was_recorded_since_the_last_crop():
     input_ids = tokens(1, 16)
     cache = AsymLoopCache(model.config)
     cache.activate_past_recording()
-    model(input_ids[:, :12], past_key_values=cache)
+    model(input_ids[:, :12], cache=cache)
     cache.crop(-1)
     with pytest.raises(ValueError, match="tokens_to_remove=-1 .* the window has moved on"):
         cache.crop(-1)
-    logits = model(input_ids[:, 11:], past_key_values=cache).logits
+    logits = model(input_ids[:, 11:], cache=cache).logits
     torch.testing.assert_close(logits, model(input_ids).logits[:, 11:], **TOLERANCE)
 
 
@@ -359,11 +357,11 @@ def test_a_refused_forward_leaves_the_cache_as_it_was():
     model = asymloop(local_window=4)
     input_ids = tokens(1, 25)
     cache = AsymLoopCache(model.config)
-    model(input_ids[:, :5], past_key_values=cache)
+    model(input_ids[:, :5], cache=cache)
     for wrong in ({"attention_mask": torch.ones(1, 3)}, {"position_ids": torch.arange(3)[None]}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}.shape=\\(1, 3\\) is not allowed: it must be"):
-            model(input_ids[:, 5:], past_key_values=cache, logits_to_keep=1, **wrong)
-    logits = model(input_ids[:, 5:9], past_key_values=cache).logits
+            model(input_ids[:, 5:], cache=cache, logits_to_keep=1, **wrong)
+    logits = model(input_ids[:, 5:9], cache=cache).logits
     torch.testing.assert_close(logits, model(input_ids[:, :9]).logits[:, 5:], **TOLERANCE)
 
 
@@ -372,14 +370,14 @@ def test_crop_of_a_fork_stops_where_its_local_kv_would_be_missed():
     model = asymloop(local_window=2, num_decoder_layers=1, num_loops=2)  # local KV reaches 2 positions back
     input_ids = tokens(1, 28)
     cache = AsymLoopCache(model.config)
-    model(input_ids[:, :20], past_key_values=cache)
+    model(input_ids[:, :20], cache=cache)
     model.encode(input_ids[:, 20:26], cache=cache)
     fork = cache.fork()
     with pytest.raises(ValueError, match="tokens_to_remove=-5 is not allowed: it must be at least -4"):
         fork.crop(-5)
     fork.crop(-4)
     expected = model(input_ids[:, :24], use_cache=False).logits[:, 22:]
-    torch.testing.assert_close(model(input_ids[:, 22:24], past_key_values=fork).logits, expected, **TOLERANCE)
+    torch.testing.assert_close(model(input_ids[:, 22:24], cache=fork).logits, expected, **TOLERANCE)
 
 
 @torch.no_grad()
@@ -391,10 +389,10 @@ def test_past_recording_outlives_fork_and_reset():
     cache.reset()
     model.encode(input_ids[:, :20], cache=cache)
     fork = cache.fork()
-    model(input_ids[:, 20:27], past_key_values=fork, logits_to_keep=1)
+    model(input_ids[:, 20:27], cache=fork, logits_to_keep=1)
     fork.crop(-7)
     expected = model(input_ids, use_cache=False).logits[:, 20:]
-    torch.testing.assert_close(model(input_ids[:, 20:], past_key_values=fork).logits, expected, **TOLERANCE)
+    torch.testing.assert_close(model(input_ids[:, 20:], cache=fork).logits, expected, **TOLERANCE)
 
 
 # What is done to a cache of three sequences, and which of them are left.
@@ -463,7 +461,7 @@ def test_reset_empties_the_cache():
     cache = model.encode(input_ids)
     cache.reset()
     assert cache.get_seq_length() == cache.num_pending == 0
-    logits = model(input_ids, past_key_values=cache).logits
+    logits = model(input_ids, cache=cache).logits
     torch.testing.assert_close(logits, model(input_ids).logits, **TOLERANCE)
 
 
@@ -478,11 +476,11 @@ def test_last_loop_keeps_one_local_slot_for_each_decoder_layer(local_window):
     exact, lean = AsymLoopCache(model.config), AsymLoopCache(model.config, local_kv="last_loop")
     assert len(exact) == 2 + 3 * 2 and len(lean) == 2 + 2
     for cache in (exact, lean):
-        prompt_logits = model(input_ids[:, :9], past_key_values=cache).logits
+        prompt_logits = model(input_ids[:, :9], cache=cache).logits
         torch.testing.assert_close(prompt_logits, model(input_ids[:, :9]).logits, **TOLERANCE)
     if local_window != 1:
         assert torch.equal(lean.layers[-1].keys, exact.layers[-1].keys)
-    step = model(input_ids[:, 9:10], past_key_values=lean).logits
+    step = model(input_ids[:, 9:10], cache=lean).logits
     expected = model(input_ids[:, :10]).logits[:, 9:]
     assert step.shape == expected.shape
     if local_window == 1:  # nothing is kept, so nothing is lost
@@ -514,22 +512,22 @@ def test_a_cache_for_other_layers_loops_or_windows_is_refused():
     model = asymloop(num_encoder_layers=2, num_decoder_layers=2, num_loops=3)
     input_ids = tokens(1, 3)
     with pytest.raises(ValueError, match="num_loops=2 is not allowed: it must be 3, as the cache was made"):
-        model(input_ids, past_key_values=AsymLoopCache(model.config), num_loops=2)
+        model(input_ids, cache=AsymLoopCache(model.config), num_loops=2)
     for field, value in (("num_encoder_layers", 3), ("num_decoder_layers", 1), ("local_window", 4)):
         cache = AsymLoopCache(asymloop_config(**{field: value}))
         with pytest.raises(
             ValueError, match=f"cache.config.{field}={value} is not allowed: it must be .*, as in the model"
         ):
-            model(input_ids, past_key_values=cache)
+            model(input_ids, cache=cache)
         with pytest.raises(ValueError, match=f"cache.config.{field}={value} is not allowed"):
             model.encode(input_ids, cache=cache)
     for cache in (DynamicCache(config=asymloop_config(num_loops=2)), StaticCache(asymloop_config(num_loops=2), 9)):
         with pytest.raises(ValueError, match=r"cache=.* it must be made for 8 visits \(it has 6 slots\)"):
-            model(input_ids, past_key_values=cache)
+            model(input_ids, cache=cache)
     with pytest.raises(ValueError, match="cache=DynamicCache.* it must be an `AsymLoopCache` or None"):
         model.encode(input_ids, cache=DynamicCache())
     with pytest.raises(ValueError, match="cache=.* it must be a Transformers `Cache` or None"):
-        model(input_ids, past_key_values=((input_ids, input_ids),))
+        model(input_ids, cache=((input_ids, input_ids),))
     with pytest.raises(ValueError, match="local_kv='first_loop' is not allowed"):
         AsymLoopCache(model.config, local_kv="first_loop")
 
@@ -563,7 +561,7 @@ def test_a_window_needs_a_mask_for_each_kind_of_slot():
 def test_ready_masks_with_lazy_prefill(mask):
     model, input_ids = asymloop(local_window=1), tokens(1, 12)
     cache = AsymLoopCache(model.config)
-    logits = model(input_ids, attention_mask=mask, past_key_values=cache, logits_to_keep=2).logits
+    logits = model(input_ids, attention_mask=mask, cache=cache, logits_to_keep=2).logits
     torch.testing.assert_close(logits, model(input_ids).logits[:, -2:], **TOLERANCE)
 
 
@@ -572,7 +570,7 @@ def test_ready_masks_of_a_window_with_lazy_prefill():
     full = torch.ones(1, 1, 40, 40).tril().bool()
     masks = {"full_attention": full, "sliding_attention": full & ~full.tril(-3)}
     cache = AsymLoopCache(model.config)
-    logits = model(input_ids, attention_mask=masks, past_key_values=cache, logits_to_keep=1).logits
+    logits = model(input_ids, attention_mask=masks, cache=cache, logits_to_keep=1).logits
     torch.testing.assert_close(logits, model(input_ids).logits[:, -1:], **TOLERANCE)
 
 
@@ -584,7 +582,7 @@ def test_masks_of_another_size_are_refused():
             model(input_ids, attention_mask=mask)
     cache = model.encode(input_ids[:, :8])
     with pytest.raises(ValueError, match=r"attention_mask.shape\[-2\]=4 is not allowed: it must be 12"):
-        model(input_ids[:, 8:], attention_mask=torch.ones(1, 1, 4, 12).bool(), past_key_values=cache)
+        model(input_ids[:, 8:], attention_mask=torch.ones(1, 1, 4, 12).bool(), cache=cache)
     with pytest.raises(ValueError, match=r"attention_mask.shape=\(1, 4\) is not allowed: it must be \(1, 5\)"):
         model.encode(input_ids[:, :5], torch.ones(1, 4))
 

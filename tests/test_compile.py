@@ -38,9 +38,9 @@ def test_a_training_step_is_one_graph(name, local_window):
 def test_a_step_with_a_static_cache_is_one_graph(name, local_window):
     model, input_ids = asymloop(local_window=local_window, **BACKBONES[name]), tokens(2, 12)
     cache = StaticCache(model.config, max_cache_len=16)
-    model(input_ids[:, :10], past_key_values=cache)
+    model(input_ids[:, :10], cache=cache)
     step = compiled(model)
-    logits = [step(input_ids[:, i : i + 1], past_key_values=cache).logits for i in (10, 11)]
+    logits = [step(input_ids[:, i : i + 1], cache=cache).logits for i in (10, 11)]
     torch.testing.assert_close(torch.cat(logits, 1), model(input_ids).logits[:, 10:], rtol=1e-3, atol=1e-3)
 
 

@@ -67,13 +67,13 @@ def test_padding_does_not_count_for_the_load_balancing_loss(side):
 @torch.no_grad()
 def test_where_visits_have_other_lengths_the_positions_that_all_have_count():
     model, input_ids = asymloop(**BACKBONES["olmoe"], local_window=2, num_loops=1), tokens(2, 12)
-    lazy = model(input_ids, past_key_values=AsymLoopCache(model.config), logits_to_keep=1, output_router_logits=True)
+    lazy = model(input_ids, cache=AsymLoopCache(model.config), logits_to_keep=1, output_router_logits=True)
     assert [len(logits) // 2 for logits in lazy.router_logits] == [12, 12, 3, 3]
     last = [logits.unflatten(0, (2, -1))[:, -3:].flatten(0, 1) for logits in lazy.router_logits]
     torch.testing.assert_close(lazy.aux_loss, balancing_loss(last, 2))
     mask = torch.ones(2, 12, dtype=torch.long)
     after_encode = model.encode(input_ids[:, :10], mask[:, :10])
-    outputs = model(input_ids[:, 10:], mask, past_key_values=after_encode, output_router_logits=True)
+    outputs = model(input_ids[:, 10:], mask, cache=after_encode, output_router_logits=True)
     assert [len(logits) // 2 for logits in outputs.router_logits] == [2, 2, 4, 4]
     assert outputs.aux_loss.isfinite()
 

@@ -117,7 +117,7 @@ def test_cached_equals_uncached(chunks, new_cache):
     input_ids = tokens(2, 10)
     logits = []
     for chunk in input_ids.split(chunks, dim=1):
-        outputs = model(chunk, past_key_values=cache, use_cache=True)
+        outputs = model(chunk, cache=cache, use_cache=True)
         cache = outputs.get("cache", outputs.get("past_key_values"))
         logits.append(outputs.logits)
     torch.testing.assert_close(torch.cat(logits, 1), model(input_ids, use_cache=False).logits, **TOLERANCE)
@@ -140,7 +140,7 @@ def test_a_cache_for_other_loops_is_refused():
     model = fullloop(num_loops=2)
     cache = DynamicCache(config=fullloop_config(num_loops=3))
     with pytest.raises(ValueError, match=r"cache=.* is not allowed: it must be made for 6 visits \(it has 9 slots\)"):
-        model(tokens(1, 3), past_key_values=cache)
+        model(tokens(1, 3), cache=cache)
 
 
 def test_masks_and_positions_of_another_size_are_refused():

@@ -152,7 +152,7 @@ def test_a_conversation_goes_on_with_one_cache(name, cache_kind, gives):
 def test_a_filled_cache_that_would_have_the_prompt_read_twice_is_refused(name):
     model, input_ids = MODELS[name](), tokens(1, 6)
     cache = DynamicCache()
-    model(input_ids, past_key_values=cache)
+    model(input_ids, cache=cache)
     for cache_name in ("cache", "past_key_values"):
         with pytest.raises(ValueError, match="cache is not allowed: it holds all 6 tokens of the prompt"):
             model.generate(input_ids, **{cache_name: cache}, max_new_tokens=3)

@@ -119,7 +119,7 @@ def test_a_prompt_read_in_inference_mode_or_under_autocast_can_be_continued_with
         with context, torch.no_grad():
             cache = model(input_ids[:, :9], use_cache=True).past_key_values
         with torch.no_grad():
-            logits = model(input_ids[:, 9:], past_key_values=cache).logits
+            logits = model(input_ids[:, 9:], cache=cache).logits
             torch.testing.assert_close(logits, model(input_ids).logits[:, 9:], rtol=0.1, atol=0.1)
 
 
@@ -131,7 +131,7 @@ def test_frozen_keys_and_values_may_be_cached_while_queries_are_trained():
     expected = [parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad]
     model.zero_grad()
     first = model(input_ids[:, :5], use_cache=True)
-    second = model(input_ids[:, 5:], past_key_values=first.past_key_values)
+    second = model(input_ids[:, 5:], cache=first.past_key_values)
     (first.logits.sum() + second.logits.sum()).backward()
     actual = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
@@ -144,7 +144,7 @@ def test_gradients_flow_through_the_cache():
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     first = model(input_ids[:, :5], use_cache=True)
-    second = model(input_ids[:, 5:], past_key_values=first.past_key_values)
+    second = model(input_ids[:, 5:], cache=first.past_key_values)
     logits = torch.cat([first.logits, second.logits], 1)
     model.loss_function(logits=logits, labels=input_ids, vocab_size=model.vocab_size).backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -159,9 +159,9 @@ def test_forks_that_grow_do_not_see_each_other():
     continuations = tokens(1, 4, seed=1), tokens(1, 4, seed=2)
     for position in range(4):
         for fork, continuation in zip(forks, continuations, strict=True):
-            model(continuation[:, position : position + 1], past_key_values=fork)
+            model(continuation[:, position : position + 1], cache=fork)
     for fork, continuation in zip(forks, continuations, strict=True):
-        logits = model(input_ids[:, :1], past_key_values=fork).logits
+        logits = model(input_ids[:, :1], cache=fork).logits
         whole = torch.cat([input_ids[:, :8], continuation, input_ids[:, :1]], 1)
         expected = model(whole, num_loops=fork.num_loops).logits[:, -1:]
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
@@ -181,7 +181,7 @@ def test_decoding_neither_concatenates_nor_copies_the_global_kv(monkeypatch):
     monkeypatch.setattr(torch, "cat", short_cat)
     places = {layer.keys.data_ptr() for layer in cache.layers[:2]}
     for _ in range(3):
-        model(tokens(1, 1), past_key_values=cache)
+        model(tokens(1, 1), cache=cache)
     assert {layer.keys.data_ptr() for layer in cache.layers[:2]} == places
 
 

@@ -76,7 +76,10 @@ def run_tests(tests: Path, options: list[str]) -> dict[str, dict[str, str]]:
     report = tests.parent / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "tests/test_common_models.py", f"--junitxml={report}"]
     quiet = ["-p", "no:cacheprovider", "-o", "log_cli=false", "--disable-warnings", "--tb=short"]
-    subprocess.run([*command, *quiet, *options], cwd=tests.parent, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    code = subprocess.run([*command, *quiet, *options], cwd=tests.parent, env=environment).returncode
+    if code not in (0, 1):  # all passed, some failed
+        sys.exit(f"pytest ended with {code}: the tests did not all run")
     results = {}
     for case in ElementTree.parse(report).iter("testcase"):
         model = case.get("classname").split(".")[-1]
@@ -99,11 +102,14 @@ def check(results: dict[str, dict[str, str]]) -> list[str]:
     """What is wrong, a line each."""
     wrong, needed = [], set()
     for model, peer in PEERS.items():
-        for name, became in results[model].items():
-            is_worse = became == "skipped" and results[peer].get(name) == "passed"
+        ours, theirs = results.get(model, {}), results.get(peer, {})
+        if not ours or not theirs:
+            wrong.append(f"{model if theirs else peer}: no test ran")
+        for name, became in ours.items():
+            is_worse = became == "skipped" and theirs.get(name) == "passed"
             needed |= {name} if is_worse else set()
             if became == "failed" or (is_worse and name not in NOT_OURS):
-                wrong.append(f"{model}::{name} {became}; {peer}: {results[peer].get(name)}")
+                wrong.append(f"{model}::{name} {became}; {peer}: {theirs.get(name)}")
     return wrong + [f"{name}: none of ours skips it any more" for name in NOT_OURS.keys() - needed]
 
 

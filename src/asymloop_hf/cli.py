@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from . import demo, inspection, spectra
+from . import demo, evaluation, inspection, spectra
 
-COMMANDS = (demo, inspection, spectra)
+COMMANDS = (demo, evaluation, inspection, spectra)
 USER_ERRORS = (ValueError, OSError)
 
 

@@ -1,0 +1,216 @@
+"""`asymloop eval`: zero-shot accuracy in lm-evaluation-harness, at one or several loop counts."""
+
+import argparse
+import json
+from functools import cache
+from pathlib import Path
+from statistics import mean
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+TASKS_FOLDER = Path(__file__).with_name("lm_eval_tasks")
+COMMONSENSE = "asymloop_commonsense"
+# The tasks of that group, with the folder in `data_dir` and the split that their questions are in.
+COMMONSENSE_DATA = {
+    "openbookqa": ("openbookqa/main", "test"),
+    "winogrande": ("winogrande/winogrande_xl", "validation"),
+    "arc_challenge": ("ai2_arc/ARC-Challenge", "test"),
+    "arc_easy": ("ai2_arc/ARC-Easy", "test"),
+    "hellaswag": ("hellaswag/default", "validation"),
+    "social_iqa": ("social_i_qa/default", "validation"),
+    "piqa": ("piqa/plain_text", "validation"),
+}
+METRICS = ("acc", "acc_norm")
+LOOPED = ("asymloop", "fullloop")
+
+
+def evaluate(
+    checkpoint: str,
+    tasks: list[str] | None = None,
+    data_dir: Path | None = None,
+    limit: int | None = None,
+    loop_counts: list[int] | None = None,
+    batch_size: int | None = None,
+    device: str | None = None,
+) -> dict[int | None, dict]:
+    """
+    Zero-shot results of a checkpoint.
+
+    Args:
+        tasks: names of lm-eval's tasks and groups; those of `asymloop_commonsense` by default.
+        data_dir: a folder `<dataset>/<config>/<split>.parquet` to read those tasks from, in place of the hub.
+        limit: questions of each task; all by default.
+        loop_counts: of a looped model, the trained one by default; all are answered from one reading of each text.
+        batch_size: texts at once; by default as many as fit, at most 64.
+        device: by default the GPU if there is one.
+
+    Returns:
+        By loop count (`None` for a model without loops) what `lm_eval.simple_evaluate` returns.
+
+    Raises:
+        `ValueError`: unknown tasks, a task whose data are not in `data_dir`, loop counts that are not positive or
+            given for a model without loops, no tokenizer, or one with more tokens than the model.
+    """
+    from lm_eval import simple_evaluate
+
+    manager = task_manager()
+    names = [name for task in tasks or [COMMONSENSE] for name in (COMMONSENSE_DATA if task == COMMONSENSE else [task])]
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        raise ValueError(f"tasks={unknown} is not allowed: lm-eval has no such tasks or groups.")
+    specs = names if data_dir is None else [local_tasks(names, data_dir)]
+    lm, counts = load_lm(checkpoint, loop_counts, batch_size, device)
+    results = {}
+    for count in counts:
+        lm.num_loops = count
+        results[count] = simple_evaluate(
+            model=lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit, log_samples=False
+        )
+    return results
+
+
+@cache
+def task_manager():
+    """lm-eval's tasks and `asymloop_commonsense`; it takes seconds to find them."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(TASKS_FOLDER))
+
+
+def local_tasks(names: list[str], data_dir: Path) -> dict:
+    """A group of lm-eval's tasks, which takes their definitions, but reads from `data_dir`."""
+    return {"group": "local", "task": [local_task(name, data_dir) for name in names]}
+
+
+def local_task(name: str, data_dir: Path) -> dict:
+    """What is different in the definition of a task that reads from `data_dir`."""
+    if name not in COMMONSENSE_DATA:
+        raise ValueError(f"tasks={name!r} is not allowed with data_dir: it must be one of {tuple(COMMONSENSE_DATA)}.")
+    folder, split = COMMONSENSE_DATA[name]
+    file = data_dir / folder / f"{split}.parquet"
+    if not file.is_file():
+        raise ValueError(f"data_dir={str(data_dir)!r} lacks the task {name!r}: there is no file {str(file)!r}.")
+    return {
+        "task": name,
+        "dataset_path": "parquet",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(file)}},
+        **{f"{kind}_split": split if kind == split else None for kind in ("training", "validation", "test")},
+    }
+
+
+def load_lm(checkpoint: str, loop_counts: list[int] | None, batch_size: int | None, device: str | None) -> tuple:
+    """A checkpoint as a model of lm-eval, and the loop counts that it answers at."""
+    from lm_eval.models.huggingface import HFLM
+
+    from .loop_counts_lm import LoopCountsLM
+
+    config = AutoConfig.from_pretrained(checkpoint)
+    is_looped = config.model_type in LOOPED
+    if not is_looped and loop_counts is not None:
+        raise ValueError(f"num_loops={loop_counts} is not allowed: {config.model_type!r} has no loops.")
+    counts = loop_counts or [config.num_loops if is_looped else None]
+    if is_looped and (min(counts) < 1 or len(set(counts)) < len(counts)):
+        raise ValueError(f"num_loops={counts} is not allowed: it must be positive integers, each once.")
+    tokenizer = load_tokenizer(checkpoint, config.vocab_size)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
+    options = {"batch_size": batch_size or "auto", "device": device}
+    if device is not None:
+        model = model.to(device)
+    if not is_looped:
+        return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", **options), counts
+    return LoopCountsLM(model, tokenizer, counts, **options), counts
+
+
+def load_tokenizer(checkpoint: str, vocab_size: int):
+    """
+    The tokenizer of a checkpoint.
+
+    Raises:
+        `ValueError`: there is none, or it has tokens that a model with `vocab_size` of them does not know.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint={checkpoint!r} is not allowed: it has no tokenizer ({error}).") from error
+    if len(tokenizer) > vocab_size:
+        raise ValueError(f"vocab_size={vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens.")
+    return tokenizer
+
+
+def scores(results: dict) -> dict[str, dict[str, float]]:
+    """The metrics of each task and their unweighted means over the tasks that have them, from lm-eval's results."""
+    tasks = {
+        name: {metric: row[f"{metric},none"] for metric in METRICS if f"{metric},none" in row}
+        | {f"{metric}_stderr": row[f"{metric}_stderr,none"] for metric in METRICS if f"{metric},none" in row}
+        for name, row in ((name, results["results"][name]) for name in results["n-samples"])
+    }
+    means = {}
+    for metric in METRICS:
+        values = [task[metric] for task in tasks.values() if metric in task]
+        if values:
+            means[metric] = mean(values)
+    return {**tasks, "mean": means}
+
+
+def format_scores(by_count: dict[int | None, dict]) -> str:
+    """A table in percent: a row for each task and metric, a column for each loop count."""
+    columns = [scores(results) for results in by_count.values()]
+    heads = ["" if count is None else f"{count} loop{'s' if count > 1 else ''}" for count in by_count]
+    lines = [f"{'%':<28}" + "".join(f"{head:>16}" for head in heads)]
+    for task in columns[0]:
+        for metric in METRICS:
+            if metric in columns[0][task]:
+                cells = [percent(column[task][metric], column[task].get(f"{metric}_stderr")) for column in columns]
+                lines.append(f"{task:<18}{metric:<10}" + "".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
+
+
+def percent(share: float, stderr: float | str | None) -> str:
+    return f"{100 * share:.1f}" + (f" ± {100 * stderr:.1f}" if isinstance(stderr, float) else "")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """The command `asymloop eval`."""
+    output = arguments.output
+    if output is not None and output.exists():
+        raise ValueError(f"output={str(output)!r} is not allowed: the file exists.")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"output={str(output)!r} is not allowed: its folder must exist.")
+    results = evaluate(
+        arguments.checkpoint,
+        arguments.tasks,
+        arguments.data_dir,
+        arguments.limit,
+        arguments.num_loops,
+        arguments.batch_size,
+        arguments.device,
+    )
+    print(format_scores(results))
+    if output is not None:
+        written = {str(count): {"scores": scores(result), "lm_eval": result} for count, result in results.items()}
+        output.write_text(json.dumps(written, indent=2, default=str), encoding="utf-8")
+
+
+def positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be a positive integer")
+    return int(text)
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add `asymloop eval` to the console command."""
+    parser = commands.add_parser("eval", help="zero-shot accuracy on the seven commonsense tasks, or on others")
+    parser.add_argument("checkpoint", help="a folder or hub name")
+    parser.add_argument("--tasks", type=lambda text: text.split(","), help=f"of lm-eval (default: {COMMONSENSE})")
+    parser.add_argument("--data-dir", type=Path, help="a folder <dataset>/<config>/<split>.parquet, for no network")
+    parser.add_argument("--limit", type=positive_int, help="questions of each task (default: all)")
+    parser.add_argument(
+        "--num-loops",
+        type=lambda text: [positive_int(count) for count in text.split(",")],
+        help="loop counts, such as 1,2,4 (default: the trained one)",
+    )
+    parser.add_argument("--batch-size", type=positive_int, help="texts at once (default: what fits)")
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: the GPU if there is one)")
+    parser.add_argument("--output", type=Path, help="a new json file for lm-eval's results")
+    parser.set_defaults(run=run)

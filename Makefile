@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	$(VENV)/bin/asymloop demo $(DEMO)
 
 test: $(VENV)/installed
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(TESTS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
 
 conformance: $(VENV)/installed
 	$(VENV)/bin/python tests/conformance/run.py --numprocesses 2

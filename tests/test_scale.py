@@ -69,6 +69,8 @@ def test_what_a_pipeline_cannot_be_is_said():
         pipeline_stages(asymloop(tie_word_embeddings=True))
     with pytest.raises(ValueError, match="output_router_logits=True is not allowed: it must be False"):
         pipeline_stages(asymloop(**BACKBONES["olmoe"], output_router_logits=True))
+    with pytest.raises(ValueError, match="model='FullLoopForCausalLM' is not allowed: it must be an AsymLoop"):
+        pipeline_stages(fullloop())
     for model in (asymloop(), fullloop()):
         with pytest.raises(ValueError, match="pp_size=2 is not allowed: it must be 1"):
             model.maybe_distribute_model(model, SimpleNamespace(pp_size=2), None)

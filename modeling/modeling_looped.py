@@ -8,7 +8,7 @@ from functools import wraps
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicLayer, QuantizedCache, QuantizedLayer
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache, QuantizedCache, QuantizedLayer
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -61,10 +61,16 @@ def takes_old_cache_name(forward: Callable) -> Callable:
 def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
     """The cache under whichever of its two names it was passed."""
     same = cache is None or past_key_values is None or cache is past_key_values
-    require(same, "past_key_values", past_key_values, "None, or the same, where `cache` is given")
+    require(same, "past_key_values", type(past_key_values).__name__, "None, or the same, where `cache` is given")
     cache = past_key_values if cache is None else cache
-    require(cache is None or isinstance(cache, Cache), "cache", cache, "a Transformers `Cache` or None")
+    check_kind(cache)
     return cache
+
+
+def check_kind(cache: Cache | None) -> None:
+    """Raise a `ValueError` if `cache` is not one of a decoder alone."""
+    is_cache = isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache)
+    require(cache is None or is_cache, "cache", type(cache).__name__, "a Transformers `Cache` of a decoder or None")
 
 
 def embed(model: PreTrainedModel, input_ids: torch.LongTensor | None, inputs_embeds: torch.Tensor | None):
@@ -292,7 +298,7 @@ class LoopedCausalLM:
     @wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads the signature
     def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, **kwargs):
         """As in Transformers, which would read the prompt a second time where the cache holds all of it."""
-        if next_sequence_length is not None and next_sequence_length <= 0:
+        if next_sequence_length is not None and next_sequence_length <= 0 < input_ids.shape[1]:
             raise ValueError(
                 f"cache is not allowed: it holds all {input_ids.shape[1]} tokens of the prompt; it must leave at "
                 "least the last one to be read, as after `encode(input_ids[:, :-1])`."
@@ -324,6 +330,7 @@ class LoopedCausalLM:
     @staticmethod
     def _check_generation(generation_config, cache: Cache | None, generation_mode: GenerationMode, batch_size: int):
         """Raise a `ValueError` where Transformers would fail from deep inside, or give a wrong result."""
+        check_kind(cache)
         early_exit = generation_config.assistant_early_exit
         allowed = "None; a model with fewer loops can be the `assistant_model`"
         require(early_exit is None, "assistant_early_exit", early_exit, allowed)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 from layerwise_runs import group_states, llama, make_trainer
 from transformers import Trainer
@@ -18,6 +18,10 @@ from asymloop_hf.layerwise_lr import HeavyTailLRCallback
 
 SETTINGS = {"every": 2, "ramp": 2, "until": 1.0}
 OPTIONS = {"per_device_train_batch_size": 2, "max_steps": 6, "save_steps": 1, "ddp_backend": "gloo"}
+
+
+def has_fsdp2() -> bool:
+    return hasattr(FullyShardedDataParallelPlugin, "fsdp_version")
 
 
 def use_fsdp2(*layers: str) -> dict:

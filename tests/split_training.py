@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from conftest import tokens
-from distributed_training import use_fsdp2
+from distributed_training import has_fsdp2, use_fsdp2
 from layerwise_runs import make_trainer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from transformers import AutoModelForCausalLM
@@ -77,9 +77,10 @@ def main() -> None:
         "pipeline": pipeline_losses(load(), rank),
         "DDP": trainer_losses(load(), folder / "ddp", per_device_train_batch_size=BATCH // 2, ddp_backend="gloo"),
     }
-    layers = {type(layer).__name__ for stack in (load().model.encoder, load().model.decoder) for layer in stack.layers}
-    options = {"per_device_train_batch_size": BATCH // 2, "ddp_backend": "gloo", **use_fsdp2(*layers)}
-    split["FSDP2"] = trainer_losses(load(), folder / "fsdp2", **options)
+    if has_fsdp2():
+        layers = {type(layer).__name__ for layer in [*load().model.encoder.layers, *load().model.decoder.layers]}
+        options = {"per_device_train_batch_size": BATCH // 2, "ddp_backend": "gloo", **use_fsdp2(*layers)}
+        split["FSDP2"] = trainer_losses(load(), folder / "fsdp2", **options)
     (folder / f"rank{rank}.json").write_text(json.dumps(split))
 
 

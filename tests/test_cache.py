@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from conftest import BACKBONES, asymloop, asymloop_config, fullloop, tokens
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from asymloop_hf import AsymLoopCache
@@ -526,8 +526,10 @@ def test_a_cache_for_other_layers_loops_or_windows_is_refused():
             model(input_ids, cache=cache)
     with pytest.raises(ValueError, match="cache=DynamicCache.* it must be an `AsymLoopCache` or None"):
         model.encode(input_ids, cache=DynamicCache())
-    with pytest.raises(ValueError, match="cache=.* it must be a Transformers `Cache` or None"):
-        model(input_ids, cache=((input_ids, input_ids),))
+    for other in (((input_ids, input_ids),), EncoderDecoderCache(DynamicCache(), DynamicCache())):
+        for use in (model, model.generate):
+            with pytest.raises(ValueError, match="cache='.*' .* a Transformers `Cache` of a decoder or None"):
+                use(input_ids, cache=other)
     with pytest.raises(ValueError, match="local_kv='first_loop' is not allowed"):
         AsymLoopCache(model.config, local_kv="first_loop")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import BACKBONES, asymloop, asymloop_config, tokens
-from distributed_training import SETTINGS
+from distributed_training import SETTINGS, has_fsdp2
 from layerwise_runs import HEADS, SIZES, arguments, documents, group_states, llama, make_trainer
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer, TrainerCallback
@@ -463,12 +463,6 @@ def run_two_processes(mode: str, folder: Path) -> list[dict]:
         for process in processes:
             process.kill()
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
-
-
-def has_fsdp2() -> bool:
-    from accelerate import FullyShardedDataParallelPlugin
-
-    return hasattr(FullyShardedDataParallelPlugin, "fsdp_version")
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])

@@ -82,11 +82,15 @@ class DecoderStage(nn.Module):
 def pipeline_stages(model: AsymLoopForCausalLM) -> tuple[EncoderStage, DecoderStage]:
     """
     The two stages of a model, for `torch.distributed.pipelining`; `docs/compatibility.md` has an example. Packed
-    documents are given as `position_ids` to both stages; there is no load-balancing loss.
+    documents are given as `position_ids` to both stages; there is no padding mask and no load-balancing loss.
 
     Raises:
-        `ValueError`: head and embeddings are shared, or the model returns router logits.
+        `ValueError`: another kind of model, head and embeddings are shared, or the model returns router logits.
     """
+    is_asymloop = isinstance(model, AsymLoopForCausalLM)
+    require(
+        is_asymloop, "model", type(model).__name__, "an AsymLoopForCausalLM, whose encoder and decoder are the stages"
+    )
     config = model.config
     require(not config.tie_word_embeddings, "tie_word_embeddings", True, "False, as the two are on different stages")
     wanted = config.output_router_logits

@@ -174,7 +174,7 @@ class AsymLoopModelTest(AsymLoopTests, DistributedTests, unittest.TestCase):
     fields = ASYMLOOP
 
 
-class AsymLoopWindowModelTest(AsymLoopTests, unittest.TestCase):
+class AsymLoopWindowModelTest(AsymLoopTests, DistributedTests, unittest.TestCase):
     fields = ASYMLOOP | {"local_window": 3}
 
 
@@ -192,6 +192,6 @@ class FullLoopModelTest(FullLoopTests, DistributedTests, unittest.TestCase):
     fields = FULLLOOP
 
 
-class FullLoopOlmoeModelTest(FullLoopTests, unittest.TestCase):
+class FullLoopOlmoeModelTest(FullLoopTests, DistributedTests, unittest.TestCase):
     all_model_classes = FullLoopTests.all_model_classes[:2]
     fields = FULLLOOP | EXPERTS | {"backbone": "olmoe"}

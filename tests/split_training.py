@@ -14,6 +14,7 @@ from conftest import tokens
 from distributed_training import has_fsdp2, use_fsdp2
 from layerwise_runs import make_trainer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from asymloop_hf.pipeline_stages import pipeline_stages
@@ -25,10 +26,11 @@ def batches() -> list[torch.LongTensor]:
     return [tokens(BATCH, LENGTH, seed) for seed in range(STEPS)]
 
 
-def trainer_losses(model, folder: Path, **options) -> list[float]:
-    """The losses that a Trainer logs; in two processes each has half of every batch."""
+def trainer_losses(model, folder: Path, is_sharded: bool = False, **options) -> list[float]:
+    """The losses that a Trainer logs; in two processes each has half of every batch, and maybe of every weight."""
     trainer = make_trainer(model, folder, max_steps=STEPS, max_grad_norm=0.0, **options)
     trainer.train()
+    assert is_sharded == any(isinstance(weight, DTensor) for weight in trainer.model.parameters())
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -80,7 +82,7 @@ def main() -> None:
     if has_fsdp2():
         layers = {type(layer).__name__ for layer in [*load().model.encoder.layers, *load().model.decoder.layers]}
         options = {"per_device_train_batch_size": BATCH // 2, "ddp_backend": "gloo", **use_fsdp2(*layers)}
-        split["FSDP2"] = trainer_losses(load(), folder / "fsdp2", **options)
+        split["FSDP2"] = trainer_losses(load(), folder / "fsdp2", is_sharded=True, **options)
     (folder / f"rank{rank}.json").write_text(json.dumps(split))
 
 

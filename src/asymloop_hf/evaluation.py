@@ -6,7 +6,9 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .tokenizer import load_tokenizer
 
 TASKS_FOLDER = Path(__file__).with_name("lm_eval_tasks")
 COMMONSENSE = "asymloop_commonsense"
@@ -112,7 +114,9 @@ def load_lm(checkpoint: str, loop_counts: list[int] | None, batch_size: int | No
     counts = loop_counts or [config.num_loops if is_looped else None]
     if is_looped and (min(counts) < 1 or len(set(counts)) < len(counts)):
         raise ValueError(f"num_loops={counts} is not allowed: it must be positive integers, each once.")
-    tokenizer = load_tokenizer(checkpoint, config.vocab_size)
+    tokenizer = load_tokenizer(checkpoint)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"vocab_size={config.vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens.")
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
     options = {"batch_size": batch_size or "auto", "device": device}
     if device is not None:
@@ -120,22 +124,6 @@ def load_lm(checkpoint: str, loop_counts: list[int] | None, batch_size: int | No
     if not is_looped:
         return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", **options), counts
     return LoopCountsLM(model, tokenizer, counts, **options), counts
-
-
-def load_tokenizer(checkpoint: str, vocab_size: int):
-    """
-    The tokenizer of a checkpoint.
-
-    Raises:
-        `ValueError`: there is none, or it has tokens that a model with `vocab_size` of them does not know.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint={checkpoint!r} is not allowed: it has no tokenizer ({error}).") from error
-    if len(tokenizer) > vocab_size:
-        raise ValueError(f"vocab_size={vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens.")
-    return tokenizer
 
 
 def scores(results: dict) -> dict[str, dict[str, float]]:

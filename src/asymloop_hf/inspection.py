@@ -6,13 +6,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from .attention_share import MAX_BLOCKS, attention_share, format_shares, plot_shares
 from .budget import EXAMPLE_WINDOW, format_table, load_config, matched_budgets
 from .expert_use import expert_use, format_use, plot_use
 from .modeling.backbones import BACKBONES
 from .modeling.configuration_asymloop import PRESETS
+from .tokenizer import load_tokenizer
 
 DEFAULT_PLOT = Path("attention-share.png")
 DEFAULT_EXPERT_PLOT = Path("expert-use.png")
@@ -83,13 +84,6 @@ def read(checkpoint: str, file: Path) -> tuple:
     if len(input_ids) > num_read:
         print(f"{file}: the first {num_read:,} of {len(input_ids):,} tokens are read", file=sys.stderr)
     return model, input_ids
-
-
-def load_tokenizer(checkpoint: str):
-    try:
-        return AutoTokenizer.from_pretrained(checkpoint)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{checkpoint!r} has no tokenizer that can be loaded, which --text needs: {error}") from error
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -73,3 +73,16 @@ def _up_to(max_characters: int, texts: Iterable[str]) -> Iterator[str]:
         max_characters -= len(text)
         if max_characters <= 0:
             return
+
+
+def load_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+    """
+    The tokenizer of a checkpoint.
+
+    Raises:
+        `ValueError`: it has none that can be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint={checkpoint!r} is not allowed: it has no tokenizer ({error}).") from error

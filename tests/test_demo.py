@@ -8,9 +8,10 @@ import torch
 from small_corpus import write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asymloop_hf import cli, demo, demo_models
+from asymloop_hf import cli, demo, training_run
 from asymloop_hf.corpus import load_corpus
 from asymloop_hf.layerwise_table import read_table
+from asymloop_hf.model_variants import parse_variant
 
 STAGES = [
     "text",
@@ -74,19 +75,19 @@ def test_the_whole_demo(tmp_path, monkeypatch, capsys):
 
 def test_both_models_see_the_same_batches(monkeypatch):
     batches = []
-    collate = demo_models.default_data_collator
+    collate = training_run.default_data_collator
 
     def noting_collator(rows):
         batches.append([row["input_ids"] for row in rows])
         return collate(rows)
 
-    monkeypatch.setattr(demo_models, "default_data_collator", noting_collator)
+    monkeypatch.setattr(training_run, "default_data_collator", noting_collator)
     size = demo.SIZES["tiny"]
     documents = demo.load_corpus("documents")
     tokenizer = demo.train_tokenizer(documents["train"]["text"], size.vocab_size)
     blocks = {split: demo.pack(rows, tokenizer, size.block_size) for split, rows in documents.items()}
-    for config in size.configs(tokenizer).values():
-        demo_models.train_model(config, size, blocks, steps=5, seed=0)
+    for name in demo.MODELS.values():
+        demo.train_model(parse_variant(name).config(size, tokenizer), size, blocks, steps=5, seed=0)
     half = len(batches) // 2
     assert half > 5 and batches[:half] == batches[half:]
     assert batches[0] != batches[1]

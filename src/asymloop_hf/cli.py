@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from . import demo, evaluation, inspection, spectra
+from . import comparison, demo, evaluation, inspection, perplexity_command, spectra
 
-COMMANDS = (demo, evaluation, inspection, spectra)
+COMMANDS = (demo, evaluation, perplexity_command, comparison, inspection, spectra)
 USER_ERRORS = (ValueError, OSError)
 
 

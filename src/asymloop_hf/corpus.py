@@ -92,6 +92,20 @@ def load_corpus(
     return splits
 
 
+def load_documents(name: str, *, text_column: str = "text") -> Iterator[dict]:
+    """
+    The documents of a corpus one after the other, none held out, as `{"text": ...}`; blank ones are left out.
+
+    Args:
+        name, text_column: as of [`load_corpus`].
+
+    Raises:
+        FileNotFoundError, ValueError: as [`load_corpus`] for a corpus that cannot be read.
+    """
+    documents = _only_text(_open(name, streaming=None), text_column, name)
+    return (row for row in documents if not _is_blank(row["text"]))
+
+
 def installed_docs(paths: Iterable[str | os.PathLike] | None = None) -> Dataset:
     """English prose that is on every machine with Python: documentation files, package descriptions and docstrings.
 

@@ -7,6 +7,7 @@ schedule and layerwise learning rates.
 import argparse
 import logging
 import math
+import tempfile
 import time
 
 import torch
@@ -15,12 +16,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from .continuations import NUM_CHOICES, make_continuations, score_continuations
 from .corpus import load_corpus
-from .demo_models import HELD_OUT_POINTS, SIZES, train_model
 from .layerwise_table import write_table
+from .model_variants import parse_variant
 from .packing import pack
+from .sizes import SIZES
 from .staged_run import StagedRun
 from .tokenizer import train_tokenizer
+from .training_run import HELD_OUT_POINTS, LossBar, Training, train
 
+DEMO_SIZES = ("tiny", "small", "medium")
+MODELS = {"asymloop": "asymloop", "fullloop": "full_loop"}  # folders, and the names of the models in them
 TITLES = {"asymloop": "AsymLoop", "fullloop": "Full Loop"}
 TRAIN_DOCUMENTS = 8000  # far more text than a few minutes on two cores can read
 HELD_OUT_BLOCKS = 64
@@ -35,7 +40,7 @@ def run_demo(output="demo-run", size="small", minutes=6.0, steps=None, seed=0, c
 
     Args:
         output: a new or an empty folder; both checkpoints, `results.json` and `loss.png` end up there.
-        size: a name in `SIZES`.
+        size: one of `DEMO_SIZES`.
         minutes: the time that everything together may take; it decides the number of steps.
         steps: training steps of each model, whatever the time.
         seed: of the initialisation, the order of the data, the questions and the sampled continuations.
@@ -62,8 +67,8 @@ def run_demo(output="demo-run", size="small", minutes=6.0, steps=None, seed=0, c
 
 def check_settings(size, minutes, steps, seed):
     """Raise a ValueError that names the first setting that is out of range."""
-    if size not in SIZES:
-        raise ValueError(f"size={size!r}: it must be one of {', '.join(SIZES)}")
+    if size not in DEMO_SIZES:
+        raise ValueError(f"size={size!r}: it must be one of {', '.join(DEMO_SIZES)}")
     if not isinstance(minutes, (int, float)) or not (minutes > 0 and math.isfinite(minutes)):
         raise ValueError(f"minutes={minutes!r}: it must be a number above 0")
     if steps is not None and (not isinstance(steps, int) or steps < 1):
@@ -92,7 +97,7 @@ def run_stages(run, size, deadline, steps, seed, corpus) -> dict:
         results["tokens"] = {split: len(rows) * size.block_size for split, rows in blocks.items()}
         print(f"{len(tokenizer):,} entries; {results['tokens']['train']:,} tokens to train on")
 
-    configs = size.configs(tokenizer)
+    configs = {folder: parse_variant(name).config(size, tokenizer) for folder, name in MODELS.items()}
     if steps is None:
         with run.stage("timing") as results:
             seconds = time_steps(configs, size, blocks, seed)
@@ -102,9 +107,9 @@ def run_stages(run, size, deadline, steps, seed, corpus) -> dict:
 
     for name, config in configs.items():
         with run.stage(f"train {name}") as results:
-            trained = train_model(config, size, blocks, steps, seed)
+            model, trained = train_model(config, size, blocks, steps, seed)
             with run.writing(name) as folder:
-                trained.pop("model").save_pretrained(folder)
+                model.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
                 write_table(trained.pop("layer_rates"), folder)
             results["models"][name] = trained
@@ -126,6 +131,13 @@ def run_stages(run, size, deadline, steps, seed, corpus) -> dict:
     return run.results
 
 
+def train_model(config, size, blocks, steps, seed) -> tuple:
+    """What [`train`] gives, with a progress bar and without checkpoints on the way."""
+    training = Training(steps, size.batch_size, size.learning_rate, seed, layerwise_lr=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        return train(config, training, blocks, scratch, callbacks=[LossBar()])
+
+
 def first(rows, count):
     return rows.select(range(min(count, len(rows))))
 
@@ -134,7 +146,7 @@ def time_steps(configs, size, blocks, seed) -> dict:
     """The seconds that a training step of each model takes, from a few steps that are thrown away."""
     blocks = {**blocks, "held_out": first(blocks["held_out"], size.batch_size)}
     runs = {name: train_model(config, size, blocks, TIMED_STEPS, seed) for name, config in configs.items()}
-    return {name: trained["seconds_per_step"] for name, trained in runs.items()}
+    return {name: trained["seconds_per_step"] for name, (_, trained) in runs.items()}
 
 
 def choose_steps(seconds_left, seconds_per_step, size) -> int:
@@ -211,7 +223,7 @@ def add_command(subparsers):
         help="train AsymLoop and its matched Full Loop on real text in a few minutes, and compare them",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--size", choices=SIZES, default="small", help="of the models")
+    parser.add_argument("--size", choices=DEMO_SIZES, default="small", help="of the models")
     parser.add_argument("--minutes", type=float, default=6.0, help="that everything together may take")
     parser.add_argument("--steps", type=int, help="training steps of each model, instead of what fits the minutes")
     parser.add_argument("--output", default="demo-run", help="a new or an empty folder")

@@ -6,9 +6,10 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from .tokenizer import load_tokenizer
+from .checkpoints import load_checkpoint
+from .command_options import add_device, add_loop_counts, check_new_file, positive_int
 
 TASKS_FOLDER = Path(__file__).with_name("lm_eval_tasks")
 COMMONSENSE = "asymloop_commonsense"
@@ -114,13 +115,8 @@ def load_lm(checkpoint: str, loop_counts: list[int] | None, batch_size: int | No
     counts = loop_counts or [config.num_loops if is_looped else None]
     if is_looped and (min(counts) < 1 or len(set(counts)) < len(counts)):
         raise ValueError(f"num_loops={counts} is not allowed: it must be positive integers, each once.")
-    tokenizer = load_tokenizer(checkpoint)
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"vocab_size={config.vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens.")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
+    model, tokenizer = load_checkpoint(checkpoint, device)
     options = {"batch_size": batch_size or "auto", "device": device}
-    if device is not None:
-        model = model.to(device)
     if not is_looped:
         return HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", **options), counts
     return LoopCountsLM(model, tokenizer, counts, **options), counts
@@ -161,10 +157,7 @@ def percent(share: float, stderr: float | str | None) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """The command `asymloop eval`."""
     output = arguments.output
-    if output is not None and output.exists():
-        raise ValueError(f"output={str(output)!r} is not allowed: the file exists.")
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"output={str(output)!r} is not allowed: its folder must exist.")
+    check_new_file(output)
     results = evaluate(
         arguments.checkpoint,
         arguments.tasks,
@@ -180,12 +173,6 @@ def run(arguments: argparse.Namespace) -> None:
         output.write_text(json.dumps(written, indent=2, default=str), encoding="utf-8")
 
 
-def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be a positive integer")
-    return int(text)
-
-
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `asymloop eval` to the console command."""
     parser = commands.add_parser("eval", help="zero-shot accuracy on the seven commonsense tasks, or on others")
@@ -193,12 +180,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--tasks", type=lambda text: text.split(","), help=f"of lm-eval (default: {COMMONSENSE})")
     parser.add_argument("--data-dir", type=Path, help="a folder <dataset>/<config>/<split>.parquet, for no network")
     parser.add_argument("--limit", type=positive_int, help="questions of each task (default: all)")
-    parser.add_argument(
-        "--num-loops",
-        type=lambda text: [positive_int(count) for count in text.split(",")],
-        help="loop counts, such as 1,2,4 (default: the trained one)",
-    )
+    add_loop_counts(parser)
     parser.add_argument("--batch-size", type=positive_int, help="texts at once (default: what fits)")
-    parser.add_argument("--device", help="such as cpu or cuda:0 (default: the GPU if there is one)")
+    add_device(parser)
     parser.add_argument("--output", type=Path, help="a new json file for lm-eval's results")
     parser.set_defaults(run=run)

@@ -59,8 +59,8 @@ def ratio(row: Row) -> float:
     return row.rate / row.base_rate if row.base_rate else float("nan")
 
 
-def plot_heat_maps(table: list[Row], path: Path) -> None:
-    """Draw alpha, and the rate over the base rate, of each layer (down) at each update (across)."""
+def draw_heat_maps(table: list[Row]):
+    """A figure of alpha, and of the rate over the base rate, of each layer (down) at each update (across)."""
     from matplotlib.figure import Figure
 
     layers, steps = list(dict.fromkeys(row.layer for row in table)), sorted({row.step for row in table})
@@ -75,7 +75,7 @@ def plot_heat_maps(table: list[Row], path: Path) -> None:
         shown = range(0, len(steps), 1 + len(steps) // 10)
         axes.set(title=title, xlabel="step", xticks=shown, xticklabels=[steps[i] for i in shown])
         axes.set_yticks(range(len(layers)), layers, fontsize=7)
-    figure.savefig(path, format="png", dpi=120)
+    return figure
 
 
 def find_weights(folder: Path) -> list[Path]:
@@ -159,7 +159,7 @@ def run_command(args: argparse.Namespace) -> None:
         raise ValueError(f"output={str(output)!r} is not allowed: it must be a folder")
     output.mkdir(parents=True, exist_ok=True)
     print(format_table(table))
-    plot_heat_maps(table, output / HEAT_MAPS)
+    draw_heat_maps(table).savefig(output / HEAT_MAPS, format="png", dpi=120)
     print(f"alphas and rates are drawn in {output / HEAT_MAPS}")
 
     layers = list(dict.fromkeys(row.layer for row in table))

@@ -1,0 +1,33 @@
+"""Options that several subcommands have, and how their values are read."""
+
+import argparse
+from pathlib import Path
+
+
+def positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be a positive integer")
+    return int(text)
+
+
+def add_loop_counts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--num-loops",
+        type=lambda text: [positive_int(count) for count in text.split(",")],
+        help="loop counts, such as 1,2,4 (default: the trained one)",
+    )
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: the GPU if there is one)")
+
+
+def check_new_file(output: Path | None) -> None:
+    """
+    Raises:
+        `ValueError`: the file exists, or its folder does not.
+    """
+    if output is not None and output.exists():
+        raise ValueError(f"output={str(output)!r} is not allowed: the file exists.")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"output={str(output)!r} is not allowed: its folder must exist.")

@@ -61,6 +61,7 @@ class AsymLoopConfig(LoopedConfig):
     _layer_counts = ("num_encoder_layers", "num_decoder_layers")
     _input_injections = ("none", "state", "embedding")
     _fields_of_the_other = ("num_layers",)
+    _untied_embedding_std = 0.3
     _derived = ("num_hidden_layers", "layer_types", "sliding_window", "global_kv_map")
 
     num_encoder_layers: int = 6

@@ -55,8 +55,8 @@ class LoopedConfig(PreTrainedConfig):
         initializer_range (`float`, *optional*, defaults to 0.02):
             Standard deviation of the weight matrices at initialisation.
         embedding_initializer_range (`float`, *optional*):
-            Standard deviation of the token embeddings at initialisation. `None` stands for 1.0, or for
-            `initializer_range` where the head shares the embeddings: see `docs/architecture.md`.
+            Standard deviation of the token embeddings at initialisation. `None` stands for 0.3 in AsymLoop and 1.0 in
+            Full Loop, or for `initializer_range` where the head shares the embeddings: see `docs/architecture.md`.
         backbone (`str`, *optional*, defaults to `"llama"`):
             The kind of the layers: `"llama"`; `"olmo"`, norms without weights; `"olmo2"`, norms after attention and
             MLP, normalised queries and keys; `"olmoe"`, normalised queries and keys, experts.
@@ -80,6 +80,7 @@ class LoopedConfig(PreTrainedConfig):
     # What follows from the fields; a value given for one must be the one that follows.
     _derived = ("num_hidden_layers",)
     attribute_map = {"num_local_experts": "num_experts"}
+    _untied_embedding_std = 1.0
     _fields_of_the_other = ()  # which Transformers would take without a word
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
 

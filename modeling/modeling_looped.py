@@ -173,7 +173,7 @@ class LoopedPreTrainedModel(PreTrainedModel):
     def _embedding_std(self) -> float:
         if self.config.embedding_initializer_range is not None:
             return self.config.embedding_initializer_range
-        return self.config.initializer_range if self.config.tie_word_embeddings else 1.0
+        return self.config.initializer_range if self.config.tie_word_embeddings else self.config._untied_embedding_std
 
     def save_pretrained(self, *args, **kwargs):
         """As in Transformers; the modeling files are saved too, and every head can be loaded from them."""

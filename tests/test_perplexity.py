@@ -1,0 +1,130 @@
+"""Held-out perplexity: each token of each document predicted once, by loop count, document and position."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import KINDS, SIZES, asymloop, tokens
+from small_corpus import make_documents
+from transformers import AutoTokenizer
+
+from asymloop_hf.cli import main
+from asymloop_hf.perplexity import perplexity
+from asymloop_hf.tokenizer import train_tokenizer
+
+CONTEXT = 16
+LENGTHS = (40, 1, 7, 16, 17, 0, 33)
+
+
+def documents(lengths=LENGTHS) -> list[list[int]]:
+    return [tokens(1, length, seed)[0].tolist() if length else [] for seed, length in enumerate(lengths)]
+
+
+def losses_one_by_one(model, document, stride, num_loops) -> list[float]:
+    """The loss of each token but the first, each from a forward pass over just the tokens that it is predicted from."""
+    losses = []
+    for position in range(1, len(document)):
+        windows_before = max(0, math.ceil((position - CONTEXT + 1) / stride))
+        end = min(len(document), CONTEXT + windows_before * stride)
+        start = max(0, end - CONTEXT)
+        logits = model(torch.tensor([document[start:position]]), num_loops=num_loops).logits[0, -1]
+        losses.append(-logits.double().log_softmax(-1)[document[position]].item())
+    return losses
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("stride", [1, 5, 8, 16])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_token_is_predicted_once_from_its_window(name, stride):
+    model = KINDS[name](max_position_embeddings=CONTEXT).double()
+    found = perplexity(model, documents(), stride, loop_counts=[2, 1, 4], batch_size=3)
+    for num_loops, measured in found.items():
+        expected = [losses_one_by_one(model, document, stride, num_loops) for document in documents()]
+        every = [loss for losses in expected for loss in losses]
+        assert measured.tokens == len(every) == sum(max(0, length - 1) for length in LENGTHS)
+        assert measured.loss == pytest.approx(sum(every) / len(every), abs=1e-6)
+        assert measured.perplexity == pytest.approx(math.exp(measured.loss))
+        assert [bucket.tokens for bucket in measured.documents] == [max(0, length - 1) for length in LENGTHS]
+        for bucket, losses in zip(measured.documents, expected, strict=True):
+            mean = sum(losses) / len(losses) if losses else math.nan
+            assert bucket.loss == pytest.approx(mean, abs=1e-6, nan_ok=True)
+        assert list(measured.positions) == [1, 16, 32]
+        for start, end in ((1, 16), (16, 32), (32, 64)):
+            of_bucket = [loss for losses in expected for loss in losses[start - 1 : end - 1]]
+            assert measured.positions[start].tokens == len(of_bucket)
+            assert measured.positions[start].loss == pytest.approx(sum(of_bucket) / len(of_bucket), abs=1e-6)
+
+
+def test_neither_order_nor_batches_matter():
+    model = asymloop(max_position_embeddings=CONTEXT).double()
+    forward, backward = perplexity(model, documents(), batch_size=1)[3], perplexity(model, documents()[::-1])[3]
+    assert forward.loss == pytest.approx(backward.loss, abs=1e-12)
+    assert [b.tokens for b in forward.documents] == [b.tokens for b in backward.documents[::-1]]
+
+
+def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary():
+    model = asymloop()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    (measured,) = perplexity(model, documents()).values()
+    assert measured.perplexity == pytest.approx(SIZES["vocab_size"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stride": 0}, "stride=0 is not allowed: it must be a whole number from 1 to the model's context of 16"),
+        ({"stride": 17}, "stride=17 is not allowed"),
+        ({"stride": 2.0}, "stride=2.0 is not allowed"),
+        ({"batch_size": 0}, "batch_size=0 is not allowed: it must be a whole number of at least 1"),
+        ({"documents": []}, "documents=0 documents are not allowed"),
+        ({"documents": [[5], []]}, "one must have two tokens"),
+        ({"documents": [[1, 2], [3, SIZES["vocab_size"]]]}, "a token of document 1 is not in the model's vocabulary"),
+        ({"documents": [[-100, 2]]}, "a token of document 0 is not in the model's vocabulary"),
+    ],
+)
+def test_what_is_not_allowed(options, message):
+    with pytest.raises(ValueError, match=message):
+        perplexity(asymloop(max_position_embeddings=CONTEXT), **{"documents": documents(), **options})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = train_tokenizer(make_documents(), 400)
+    asymloop(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_command(checkpoint, tmp_path, capsys):
+    texts = make_documents(count=3, sentences=2)
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
+    output = tmp_path / "out.json"
+    command = ["perplexity", str(checkpoint), "--documents", str(tmp_path / "texts.jsonl"), "--num-loops", "1,3"]
+    assert main([*command, "--output", str(output)]) == 0
+    printed, written = capsys.readouterr().out, json.loads(output.read_text(encoding="utf-8"))
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    ended = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    model = type(asymloop()).from_pretrained(checkpoint)
+    for count, measured in perplexity(model, ended, loop_counts=[1, 3]).items():
+        assert written[str(count)]["loss"] == pytest.approx(measured.loss)
+        assert f"{measured.perplexity:.2f}" in printed
+        assert len(written[str(count)]["documents"]) == 3
+    assert f"{measured.tokens:,} tokens of 3 documents" in printed
+
+    assert main([*command, "--output", str(output)]) == 2
+    assert "the file exists" in capsys.readouterr().err
+    assert main(["perplexity", str(checkpoint), "--documents", str(tmp_path / "nothing")]) == 2
+    assert "neither an existing local path" in capsys.readouterr().err
+
+
+def test_a_corpus_is_read_where_training_holds_out(checkpoint, tmp_path, capsys):
+    from asymloop_hf.corpus import load_corpus
+
+    lines = [json.dumps({"text": text}) for text in make_documents(count=200, sentences=1)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    held_out = load_corpus(str(tmp_path / "texts.jsonl"))["held_out"]
+    assert main(["perplexity", str(checkpoint), "--corpus", str(tmp_path / "texts.jsonl")]) == 0
+    assert f"tokens of {len(held_out)} documents" in capsys.readouterr().out
+    assert 0 < len(held_out) < 20

@@ -13,8 +13,8 @@ from asymloop_hf.cli import main
 from asymloop_hf.perplexity import perplexity
 from asymloop_hf.tokenizer import train_tokenizer
 
-CONTEXT = 16
-LENGTHS = (40, 1, 7, 16, 17, 0, 33)
+CONTEXT = 8
+LENGTHS = (35, 1, 7, 9, 0, 17)
 
 
 def documents(lengths=LENGTHS) -> list[list[int]]:
@@ -22,38 +22,38 @@ def documents(lengths=LENGTHS) -> list[list[int]]:
 
 
 def losses_one_by_one(model, document, stride, num_loops) -> list[float]:
-    """The loss of each token but the first, each from a forward pass over just the tokens that it is predicted from."""
+    """The loss of each token but the first, from a forward pass over just the tokens that it is predicted from."""
     losses = []
     for position in range(1, len(document)):
-        windows_before = max(0, math.ceil((position - CONTEXT + 1) / stride))
-        end = min(len(document), CONTEXT + windows_before * stride)
-        start = max(0, end - CONTEXT)
+        windows_before = max(0, math.ceil((position - CONTEXT) / stride))
+        end = min(len(document), CONTEXT + 1 + windows_before * stride)
+        start = max(0, end - CONTEXT - 1)
         logits = model(torch.tensor([document[start:position]]), num_loops=num_loops).logits[0, -1]
         losses.append(-logits.double().log_softmax(-1)[document[position]].item())
     return losses
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("stride", [1, 5, 8, 16])
+@pytest.mark.parametrize("stride", [1, 5, 8])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_token_is_predicted_once_from_its_window(name, stride):
-    model = KINDS[name](max_position_embeddings=CONTEXT).double()
-    found = perplexity(model, documents(), stride, loop_counts=[2, 1, 4], batch_size=3)
+    model = KINDS[name](max_position_embeddings=CONTEXT)
+    found = perplexity(model, documents(), stride, loop_counts=[2, 1], batch_size=3)
     for num_loops, measured in found.items():
         expected = [losses_one_by_one(model, document, stride, num_loops) for document in documents()]
         every = [loss for losses in expected for loss in losses]
         assert measured.tokens == len(every) == sum(max(0, length - 1) for length in LENGTHS)
-        assert measured.loss == pytest.approx(sum(every) / len(every), abs=1e-6)
+        assert measured.loss == pytest.approx(sum(every) / len(every), abs=1e-5)
         assert measured.perplexity == pytest.approx(math.exp(measured.loss))
         assert [bucket.tokens for bucket in measured.documents] == [max(0, length - 1) for length in LENGTHS]
         for bucket, losses in zip(measured.documents, expected, strict=True):
             mean = sum(losses) / len(losses) if losses else math.nan
-            assert bucket.loss == pytest.approx(mean, abs=1e-6, nan_ok=True)
+            assert bucket.loss == pytest.approx(mean, abs=1e-5, nan_ok=True)
         assert list(measured.positions) == [1, 16, 32]
         for start, end in ((1, 16), (16, 32), (32, 64)):
             of_bucket = [loss for losses in expected for loss in losses[start - 1 : end - 1]]
             assert measured.positions[start].tokens == len(of_bucket)
-            assert measured.positions[start].loss == pytest.approx(sum(of_bucket) / len(of_bucket), abs=1e-6)
+            assert measured.positions[start].loss == pytest.approx(sum(of_bucket) / len(of_bucket), abs=1e-5)
 
 
 def test_neither_order_nor_batches_matter():
@@ -73,8 +73,8 @@ def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stride": 0}, "stride=0 is not allowed: it must be a whole number from 1 to the model's context of 16"),
-        ({"stride": 17}, "stride=17 is not allowed"),
+        ({"stride": 0}, "stride=0 is not allowed: it must be a whole number from 1 to the model's context of 8"),
+        ({"stride": 9}, "stride=9 is not allowed"),
         ({"stride": 2.0}, "stride=2.0 is not allowed"),
         ({"batch_size": 0}, "batch_size=0 is not allowed: it must be a whole number of at least 1"),
         ({"documents": []}, "documents=0 documents are not allowed"),

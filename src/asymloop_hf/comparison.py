@@ -210,9 +210,7 @@ def tokens(text: str) -> int:
     """`3000000`, `3_000_000`, `3M`, `0.5B` as a number of tokens."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([KMB]?)", text)
     if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not allowed: it must be a number such as 3000000, 500K, 3M or 10B"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed: it must be such as 3000000, 500K, 3M or 10B")
     return round(float(match[1]) * UNITS[match[2]])
 
 

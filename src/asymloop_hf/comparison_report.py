@@ -42,7 +42,7 @@ def report_page(results: dict) -> str:
         results: settings and what [`summarise`] says, as `results.json` has them.
     """
     models = results["models"]
-    colors = {model: colormaps["tab20"](i % 20) for i, model in enumerate(models)}
+    colors = {model: colormaps["tab10" if len(models) <= 10 else "tab20"](i % 20) for i, model in enumerate(models)}
     rates = {model: summary for model, summary in models.items() if summary["layer_rates"]}
     sections = [
         ("Held-out loss", _main_table(models), _losses_note(results)),
@@ -204,8 +204,8 @@ def _by_loops(models: dict, colors: dict) -> Figure:
         axes.plot(points.keys(), points.values(), ".-", color=colors[model], label=model)
         trained = summary["trained_loops"]
         axes.plot(trained, points[trained], "o", markersize=11, markerfacecolor="none", color=colors[model])
-    best = min(min(summary["loss_by_loops"].values()) for summary in models.values())
-    axes.set_ylim(top=10 * math.exp(best))
+    worst = max(summary["loss_by_loops"][str(summary["trained_loops"])] for summary in models.values())
+    axes.set_ylim(top=3 * math.exp(worst))  # far from the trained number, some models know nothing
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3, which="both")
     _legend(figure, axes)

@@ -53,7 +53,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens `start` to `end` of a document, of which those from `scored` on are predicted."""
+    """Tokens of a document from `start` on: the last is only predicted, those from `scored` on are."""
 
     document: int
     tokens: torch.LongTensor
@@ -74,8 +74,8 @@ def perplexity(
     The perplexity of documents at each of several loop counts, which share one forward pass ([`logits_by_loops`]).
 
     A document that is longer than the model's context, `C = config.max_position_embeddings`, is read in windows of `C`
-    tokens that start `stride` tokens apart; of each but the first, the last `stride` tokens are predicted, so that
-    each token is predicted once and, beyond the first window, from at least `C - stride` tokens.
+    tokens that start `stride` tokens apart; after each but the first, `stride` tokens are predicted, so that each
+    token is predicted once and, beyond the first window, from more than `C - stride` tokens.
 
     Args:
         model: a looped causal language model.
@@ -133,8 +133,8 @@ def _windows(documents: Iterable[torch.LongTensor], context: int, stride: int) -
     for number, tokens in enumerate(documents):
         scored = 1
         while scored < len(tokens):
-            end = min(len(tokens), context if scored == 1 else scored + stride)
-            start = max(0, end - context)
+            end = min(len(tokens), scored + (context if scored == 1 else stride))
+            start = max(0, end - context - 1)
             yield Window(number, tokens[start:end], start, scored)
             scored = end
 

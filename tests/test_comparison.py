@@ -252,7 +252,7 @@ def test_an_interrupted_run_goes_on_to_the_same_result(done, corpus, tmp_path, m
     assert sorted(path.name for path in (tmp_path / run.folder).iterdir()) == ["model", "result.json"]
 
 
-def test_an_interrupted_command_ends_its_processes_and_keeps_what_is_done(done, corpus, tmp_path):
+def test_an_interrupted_command_ends_its_processes_and_keeps_what_is_done(corpus, tmp_path):
     """As a user does it: Ctrl-C at the terminal, then the same command again."""
     program = (
         "import test_comparison as t, sys; from asymloop_hf import cli\n"

@@ -7,7 +7,7 @@ import re
 from html import escape
 
 import numpy as np
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -20,6 +20,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto
 h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem }
 table { border-collapse: collapse; font-size: .85rem; display: block; overflow-x: auto }
 th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
+th { white-space: normal; vertical-align: bottom }
 th:first-child, td:first-child { text-align: left; font-family: ui-monospace, monospace }
 img { max-width: 100%; height: auto } p.note { color: #555; max-width: 46rem }
 """
@@ -157,7 +158,8 @@ def _image(figure: Figure | None) -> str:
     if figure is None:
         return ""
     picture = io.BytesIO()
-    figure.savefig(picture, format="svg", metadata={"Date": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "asymloop"}):
+        figure.savefig(picture, format="svg", metadata={"Date": None})
     return f'<img alt="" src="data:image/svg+xml;base64,{base64.b64encode(picture.getvalue()).decode()}">'
 
 

@@ -74,8 +74,12 @@ def draw_heat_maps(table: list[Row]):
         figure.colorbar(image, ax=axes)
         shown = range(0, len(steps), 1 + len(steps) // 10)
         axes.set(title=title, xlabel="step", xticks=shown, xticklabels=[steps[i] for i in shown])
-        axes.set_yticks(range(len(layers)), layers, fontsize=7)
+        axes.set_yticks(range(len(layers)), [_short(layer) for layer in layers], fontsize=7)
     return figure
+
+
+def _short(layer: str) -> str:
+    return layer.removeprefix("model.").removesuffix(".weight")
 
 
 def find_weights(folder: Path) -> list[Path]:
@@ -145,7 +149,7 @@ def plot_spectrum(axes, name: str, eigenvalues: torch.Tensor) -> None:
             tail = np.geomspace(smallest, positive.max(), 50)
             axes.plot(tail, 0.5 * (alpha - 1) / smallest * (tail / smallest) ** -alpha, color="C1")
         axes.loglog()
-    axes.set_title(f"{name.removeprefix('model.').removesuffix('.weight')}\nalpha {alpha:.2f}", fontsize=7)
+    axes.set_title(f"{_short(name)}\nalpha {alpha:.2f}", fontsize=7)
     axes.tick_params(labelsize=6)
 
 

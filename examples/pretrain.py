@@ -207,6 +207,8 @@ def load_data(args, training, checkpoint: str | None, vocab_size: int, num_block
     if not isinstance(corpus["train"], IterableDataset):
         return {split: pack(documents, tokenizer, args.block_size) for split, documents in corpus.items()}, tokenizer
     own = share_of(corpus["train"], training.process_index, training.world_size)
+    if training.max_steps < 0:
+        raise ValueError(f"max_steps={training.max_steps} is not allowed for a stream: give it, or tokens")
     return {
         "train": TokenStream(pack(own, tokenizer, args.block_size), args.corpus),
         "held_out": pack(corpus["held_out"], tokenizer, args.block_size),
@@ -223,8 +225,8 @@ def set_special_tokens(config: AsymLoopConfig, tokenizer) -> None:
     config.pad_token_id = tokenizer.pad_token_id
 
 
-def main():
-    args, training = parse_arguments(sys.argv[1:])
+def main(arguments: list[str]):
+    args, training = parse_arguments(arguments)
     step_tokens = set_steps(args, training)
     config = AsymLoopConfig.preset(
         args.preset, **{"max_position_embeddings": args.block_size} | parse_overrides(args.config_overrides)
@@ -274,4 +276,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

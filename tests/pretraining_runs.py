@@ -1,8 +1,8 @@
 """examples/pretrain.py in this process, watched; as a script, one of two processes.
 
 `accelerate launch --config_file examples/accelerate/fsdp2.yaml ... pretraining_runs.py FOLDER` trains on
-`FOLDER/documents.jsonl` in each way that data can come, to the end and with an interruption, and leaves what this process
-saw in `FOLDER/rank{RANK}.pt`.
+`FOLDER/documents.jsonl` in each way that data can come, to the end and with an interruption, and leaves what this
+process saw in `FOLDER/rank{RANK}.pt`.
 """
 
 import importlib.util
@@ -36,9 +36,8 @@ SETTINGS = {
     "use_cpu": True,
     "disable_tqdm": True,
     "report_to": "none",
-    "ddp_backend": "gloo",
-    "ddp_find_unused_parameters": False,
 }
+DDP = {"ddp_backend": "gloo", "ddp_find_unused_parameters": False}
 WAYS = {
     "in memory": {},
     "on disk": {"tokens_dir": "tokens"},
@@ -89,8 +88,9 @@ def losses(run: Path) -> list[dict]:
 
 
 def whole_and_resumed(folder: Path, name: str, **options) -> dict:
-    """One run to the end, and one that is killed in its fifth step, after the checkpoint of the fourth, and resumed."""
+    """A run to the end, and one that is killed in its fifth step, after the checkpoint of the fourth, and resumed."""
     accumulation = options.get("global_batch_size", 2 * BATCH) // (2 * BATCH)
+    options |= DDP
     if "tokens_dir" in options:
         options["tokens_dir"] = folder / options["tokens_dir"]
     runs = {kind: folder / f"{name}, {kind}" for kind in ("whole", "resumed")}

@@ -1,10 +1,11 @@
-"""What examples/pretrain.py promises: exact resume in every way that data can come, recipes, throughput, clear errors."""
+"""What examples/pretrain.py promises: exact resume in every way that data can come, recipes, throughput, errors."""
 
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -149,7 +150,7 @@ def test_a_stream_goes_on_at_any_block(tokenizer):
         return TokenStream(pack(stream(make_documents(1100, sentences=2)), tokenizer, 64), "documents")
 
     def read(blocks, count):
-        return rows(block for block, _ in zip(blocks, range(count), strict=False))
+        return rows(islice(blocks, count))
 
     whole = read(new(), 500)
     for stop in (0, 1, 250, 499):
@@ -157,27 +158,29 @@ def test_a_stream_goes_on_at_any_block(tokenizer):
         read(first, stop)
         second = new()
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert read(second, 500 - second.num_read) == whole[second.num_read :]
+        assert read(second, 500 - stop) == whole[stop:]
 
 
 def test_a_download_that_breaks_off_goes_on(folder, monkeypatch):
     """The network fails in the sixth step; the same command then ends like a run without a failure."""
+    failing_blocks = set()
 
-    def fail(block, index):
-        if index == 10:
+    def download(block, index):
+        if index in failing_blocks:
             raise ConnectionError("the hub does not answer")
         return block
 
-    def failing_pack(documents, *args):
+    def downloaded(documents, *args):
         blocks = pack(documents, *args)
-        return blocks.map(fail, with_indices=True) if isinstance(documents, IterableDataset) else blocks
+        return blocks.map(download, with_indices=True) if isinstance(documents, IterableDataset) else blocks
 
+    monkeypatch.setattr("asymloop_hf.packing.pack", downloaded)
     whole, failing = ({"output_dir": folder / name, "streaming": True} for name in ("whole", "failing"))
     seen = pretrain(folder, **whole)
-    with monkeypatch.context() as patch:
-        patch.setattr("asymloop_hf.packing.pack", failing_pack)
-        with pytest.raises(RuntimeError, match="after 10 blocks .*hub does not answer.*same command goes on"):
-            pretrain(folder, **failing)
+    failing_blocks.add(10)
+    with pytest.raises(RuntimeError, match="after 10 blocks .*hub does not answer.*same command goes on"):
+        pretrain(folder, **failing)
+    failing_blocks.clear()
     assert pretrain(folder, **failing) == seen[8:]
     first, second = (load_file(folder / name / "model.safetensors") for name in ("whole", "failing"))
     assert all(second[name].equal(weight) for name, weight in first.items())
@@ -221,7 +224,7 @@ def test_a_finished_run_trains_no_more(folder):
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_tokens_are_made_once(folder, streaming):
-    """The second run has the folder alone, without the corpus; a stream's holds as many tokens as the first run needed."""
+    """The second run has the folder alone, no corpus; a stream's holds the tokens that the first run needed."""
     first = pretrain(folder, output_dir=folder / "first", tokens_dir=folder / "tokens", streaming=streaming)
     (folder / "documents.jsonl").unlink()
     second = pretrain(folder, output_dir=folder / "second", tokens_dir=folder / "tokens", streaming=streaming)
@@ -276,28 +279,26 @@ def test_tokens_are_never_half_written(tmp_path, tokenizer):
 
 
 class Clock:
-    """What `perf_counter` says while a step takes 2 seconds, an evaluation 30 and a save 100."""
+    """Stands for `perf_counter`."""
 
     now = 0.0
 
     def __call__(self) -> float:
         return self.now
 
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
 
 def test_throughput_is_arithmetic(tmp_path, monkeypatch):
+    """A step takes 2 seconds, an evaluation 30 and a save 100; the steps alone are counted."""
     clock = Clock()
     monkeypatch.setattr(throughput, "perf_counter", clock)
     reported = []
 
     class Slow(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
-            clock.now += 2
-
-        def on_evaluate(self, *args, **kwargs):
-            clock.now += 30
-
-        def on_save(self, *args, **kwargs):
-            clock.now += 100
+            clock.wait(2)
 
         def on_log(self, args, state, control, logs=None, **kwargs):
             reported.append(dict(logs))
@@ -305,6 +306,9 @@ def test_throughput_is_arithmetic(tmp_path, monkeypatch):
     counted = ThroughputCallback(tokens_per_step=48, flops_per_token=1000, peak_flops=96000)
     options = {"max_steps": 8, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 3}
     trainer = make_trainer(llama(), tmp_path, callbacks=[Slow(), counted], **options)
+    evaluate, save = trainer.evaluation_loop, trainer.save_model
+    trainer.evaluation_loop = lambda *args, **kwargs: clock.wait(30) or evaluate(*args, **kwargs)
+    trainer.save_model = lambda *args, **kwargs: clock.wait(100) or save(*args, **kwargs)
     trainer.callback_handler.callbacks.sort(key=lambda callback: callback is counted)  # last, as reporters come first
     trainer.train()
     for logs in (trainer.state.log_history, reported):
@@ -376,7 +380,7 @@ def test_options_replace_a_recipe(tmp_path):
     ("text", "problem"),
     [
         ("learning_rates: 1", "learning_rates=1 is not a setting"),
-        ("- preset", "holds list, where a mapping must be"),
+        ("- preset", "holds list, where a mapping of names"),
         ("preset: {", "cannot be read"),
         (None, "cannot be read: .*No such file"),
     ],

@@ -53,12 +53,13 @@ class ThroughputCallback(TrainerCallback):
 
     def __init__(self, tokens_per_step: int, flops_per_token: float, peak_flops: float | None):
         self.tokens_per_step, self.flops_per_token, self.peak_flops = tokens_per_step, flops_per_token, peak_flops
+        self._restart(step=0)
 
     def on_train_begin(self, args, state, control, **kwargs):
         go_ahead_of_reporters(self)
         if self.peak_flops is None:
             logger.warning("peak_flops=None: this device's are not known, so the logs have no model_flops_utilization")
-        self._restart(state)
+        self._restart(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
         self._worked_until = perf_counter()
@@ -73,7 +74,7 @@ class ThroughputCallback(TrainerCallback):
             numbers["model_flops_utilization"] = rate * self.flops_per_token / self.peak_flops
         for entry in (logs, state.log_history[-1]):
             entry.update(numbers)
-        self._restart(state)
+        self._restart(state.global_step)
 
     def on_evaluate(self, args, state, control, **kwargs):
         self._leave_out()
@@ -81,8 +82,8 @@ class ThroughputCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         self._leave_out()
 
-    def _restart(self, state) -> None:
-        self._since_step = state.global_step
+    def _restart(self, step: int) -> None:
+        self._since_step = step
         self._since = self._worked_until = perf_counter()
 
     def _leave_out(self) -> None:

@@ -35,7 +35,7 @@ class FinetuneArguments:
     tasks: str | None = field(default=None, metadata={"help": "Tasks of lm-eval to score before and after: piqa,sciq"})
     data_dir: Path | None = field(
         default=None,
-        metadata={"help": "<dataset>/<config>/<split>.parquet, to read the tasks from without a network."},
+        metadata={"help": "<dataset>/<config>/<split>.parquet: the tasks, without a network."},
     )
     limit: int | None = field(default=None, metadata={"help": "Questions of each task; by default all."})
 

@@ -182,6 +182,13 @@ def is_finished(checkpoint: str | None) -> bool:
     return state.global_step >= state.max_steps
 
 
+def open_corpus(args: PretrainArguments, training: TrainingArguments) -> dict:
+    corpus = load_corpus(args.corpus, streaming=args.streaming, held_out=args.held_out)
+    if isinstance(corpus["train"], IterableDataset) and training.max_steps < 0:
+        raise ValueError(f"max_steps={training.max_steps} is not allowed for a stream: give it, or tokens")
+    return corpus
+
+
 def load_data(args, training, checkpoint: str | None, vocab_size: int, num_blocks: int) -> tuple[dict, object]:
     """The blocks of each split, those to train on as a `TokenStream` where the corpus is streamed; the tokenizer."""
     name = checkpoint or args.tokenizer
@@ -191,7 +198,7 @@ def load_data(args, training, checkpoint: str | None, vocab_size: int, num_block
     if args.tokens_dir is not None:
         with training.main_process_first(desc="tokenising the corpus"):
             if not Path(args.tokens_dir).exists():
-                corpus = load_corpus(args.corpus, streaming=args.streaming, held_out=args.held_out)
+                corpus = open_corpus(args, training)
                 used = tokenizer or train_tokenizer((row["text"] for row in corpus["train"]), vocab_size)
                 blocks = {split: pack(documents, used, args.block_size) for split, documents in corpus.items()}
                 if isinstance(blocks["train"], IterableDataset):
@@ -199,7 +206,7 @@ def load_data(args, training, checkpoint: str | None, vocab_size: int, num_block
                 save_tokens(args.tokens_dir, blocks, used, about)
         return load_tokens(args.tokens_dir, about, tokenizer, num_blocks)
 
-    corpus = load_corpus(args.corpus, streaming=args.streaming, held_out=args.held_out)
+    corpus = open_corpus(args, training)
     if tokenizer is None:
         is_first = training.process_index == 0
         trained = train_tokenizer((row["text"] for row in corpus["train"]), vocab_size) if is_first else None
@@ -207,8 +214,6 @@ def load_data(args, training, checkpoint: str | None, vocab_size: int, num_block
     if not isinstance(corpus["train"], IterableDataset):
         return {split: pack(documents, tokenizer, args.block_size) for split, documents in corpus.items()}, tokenizer
     own = share_of(corpus["train"], training.process_index, training.world_size)
-    if training.max_steps < 0:
-        raise ValueError(f"max_steps={training.max_steps} is not allowed for a stream: give it, or tokens")
     return {
         "train": TokenStream(pack(own, tokenizer, args.block_size), args.corpus),
         "held_out": pack(corpus["held_out"], tokenizer, args.block_size),

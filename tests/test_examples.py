@@ -154,29 +154,33 @@ def test_finetune_needs_lines(tmp_path):
         load_example("finetune").read_examples(str(tmp_path / "empty.jsonl"))
 
 
+def finetune(monkeypatch, example=None, **options) -> None:
+    """Run the script in this process."""
+    command = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *command])
+    (example or load_example("finetune")).main()
+
+
 def test_finetune_scores_tasks_before_and_after(checkpoint, tmp_path, monkeypatch):
     """Without training nothing changes; the accuracies are those of `asymloop eval`."""
-    finetune = load_example("finetune")
+    example = load_example("finetune")
     asked = []
 
     def answer(checkpoint, tasks, data_dir, limit):
         asked.append((str(checkpoint), tasks, data_dir, limit))
         return {3: {"results": {"piqa": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "n-samples": {"piqa": 4}}}
 
-    monkeypatch.setattr(finetune, "evaluate", answer)
+    monkeypatch.setattr(example, "evaluate", answer)
     data = tmp_path / "examples.jsonl"
     data.write_text("\n".join([json.dumps({"prompt": "The otter", "completion": " leaves."})] * 2), encoding="utf-8")
     options = {"checkpoint": checkpoint, "data": data, "output_dir": tmp_path / "run", "report_to": "none"}
-    options |= {"tasks": "piqa", "data_dir": tmp_path, "limit": 4, "learning_rate": 0, "use_cpu": True}
-    command = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["finetune.py", *command])
-    finetune.main()
+    finetune(monkeypatch, example, **options, tasks="piqa", data_dir=tmp_path, limit=4, learning_rate=0, use_cpu=True)
     found = json.loads((tmp_path / "run" / "before_after.json").read_text(encoding="utf-8"))
     assert found["before"] == found["after"] and found["after"]["piqa acc"] == 0.5
     assert asked == [(str(path), ["piqa"], tmp_path, 4) for path in (checkpoint, tmp_path / "run")]
 
 
-def test_finetune_needs_a_tokenizer_that_fits(checkpoint, tmp_path):
+def test_finetune_needs_a_tokenizer_that_fits(checkpoint, tmp_path, monkeypatch):
     from transformers import AutoTokenizer
 
     larger = tmp_path / "larger"
@@ -186,8 +190,8 @@ def test_finetune_needs_a_tokenizer_that_fits(checkpoint, tmp_path):
     tokenizer.save_pretrained(larger)
     data = tmp_path / "examples.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n' * 2, encoding="utf-8")
-    result = run_example("finetune", checkpoint=larger, data=data, output_dir=tmp_path / "run")
-    assert "vocab_size=400 is not allowed: the tokenizer has 500 tokens" in result.stderr
+    with pytest.raises(ValueError, match="vocab_size=400 is not allowed: the tokenizer has .* tokens"):
+        finetune(monkeypatch, checkpoint=larger, data=data, output_dir=tmp_path / "run")
 
 
 def test_finetune_holds_out_some_and_keeps_some():

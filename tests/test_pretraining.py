@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -61,7 +62,9 @@ def two(tmp_path_factory) -> tuple[Path, list[dict]]:
     """The folder of the runs that two processes made, and what each of them saw."""
     folder = tmp_path_factory.mktemp("two")
     write_corpus(folder / "documents.jsonl", count=60)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", "--num_processes", "2"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", port]
     config = ["--config_file", str(EXAMPLES / "accelerate" / ("fsdp2.yaml" if has_fsdp2() else "ddp.yaml"))]
     script = Path(__file__).with_name("pretraining_runs.py")
     command = [*launch, *config, str(script), str(folder)]
@@ -415,7 +418,9 @@ def test_gpu_hours_are_arithmetic():
 def test_settings_that_cannot_be(folder, options, problem):
     with pytest.raises(ValueError, match=problem):
         pretrain(folder, output_dir=folder / "run", **options)
-    assert not (folder / "run").exists()
+    with pytest.raises(ValueError, match=problem):
+        pretrain(folder, output_dir=folder / "run", tokens_dir=folder / "tokens", **options)
+    assert not (folder / "run").exists() and not (folder / "tokens").exists()
 
 
 def test_a_tokenizer_that_is_larger_than_the_model(folder, tokenizer):

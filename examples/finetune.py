@@ -2,16 +2,20 @@
 
     python examples/finetune.py --checkpoint asymloop-60m --data answers.jsonl --output_dir answers \
         --num_train_epochs 3 --learning_rate 1e-4 --lr_scheduler_type cosine
+
+A tenth of the lines is held out. Their loss before and after is printed and kept in `before_after.json` in the output
+folder, with zero-shot accuracies where lm-eval's tasks are named: `--tasks piqa,arc_easy --data_dir eval_data`.
 """
 
 import json
 import os
 from dataclasses import dataclass, field
+from math import exp
+from pathlib import Path
 
 from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     DataCollatorForSeq2Seq,
     HfArgumentParser,
     Trainer,
@@ -19,12 +23,21 @@ from transformers import (
 )
 
 import asymloop_hf  # noqa: F401  registers the models with the Auto classes
+from asymloop_hf.evaluation import evaluate, scores
+from asymloop_hf.tokenizer import load_tokenizer
 
 
 @dataclass
 class FinetuneArguments:
     checkpoint: str = field(metadata={"help": "A folder that save_pretrained has written, with its tokenizer."})
     data: str = field(metadata={"help": 'A jsonl file with {"prompt": ..., "completion": ...} on each line.'})
+    held_out: float = field(default=0.1, metadata={"help": "The share of the lines to evaluate on, at least one."})
+    tasks: str | None = field(default=None, metadata={"help": "Tasks of lm-eval to score before and after: piqa,sciq"})
+    data_dir: Path | None = field(
+        default=None,
+        metadata={"help": "<dataset>/<config>/<split>.parquet: the tasks, without a network."},
+    )
+    limit: int | None = field(default=None, metadata={"help": "Questions of each task; by default all."})
 
 
 def read_examples(path: str) -> list[dict]:
@@ -64,24 +77,67 @@ def encode(example: dict, tokenizer, max_length: int) -> dict:
     }
 
 
+def split(examples: list[dict], held_out: float, seed: int) -> tuple[list[dict], list[dict]]:
+    """The examples to train on, and a share of them to evaluate on; at least one each."""
+    if not 0 < held_out < 1 or len(examples) < 2:
+        raise ValueError(
+            f"held_out={held_out} of {len(examples)} examples is not allowed: it must be above 0 and below 1, "
+            "and there must be two examples or more"
+        )
+    count = min(max(1, round(held_out * len(examples))), len(examples) - 1)
+    parts = Dataset.from_list(examples).train_test_split(test_size=count, seed=seed)
+    return parts["train"].to_list(), parts["test"].to_list()
+
+
+def measure(trainer: Trainer, checkpoint: str, args: FinetuneArguments) -> dict[str, float]:
+    """The loss on what is held out and, where tasks are named, the accuracy of the checkpoint in each of them."""
+    loss = trainer.evaluate()["eval_loss"]
+    values = {"held-out loss": loss, "held-out perplexity": exp(loss)}
+    if args.tasks is not None and trainer.is_world_process_zero():
+        (results,) = evaluate(checkpoint, args.tasks.split(","), args.data_dir, args.limit).values()
+        values |= {f"{name} acc": task["acc"] for name, task in scores(results).items() if "acc" in task}
+    return values
+
+
+def format_table(before: dict[str, float], after: dict[str, float]) -> str:
+    lines = [f"{'':<28}{'before':>10}{'after':>10}"]
+    lines += [f"{name:<28}{before[name]:>10.3f}{after[name]:>10.3f}" for name in before]
+    return "\n".join(lines)
+
+
 def main():
     args, training = HfArgumentParser((FinetuneArguments, TrainingArguments)).parse_args_into_dataclasses()
     if os.path.isdir(training.output_dir) and os.listdir(training.output_dir):
         raise FileExistsError(f"output_dir={training.output_dir!r} holds another run: choose a new or an empty folder")
     examples = read_examples(args.data)
-    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    train, held_out = split(examples, args.held_out, training.seed)
+    if args.tasks is None and (args.data_dir is not None or args.limit is not None):
+        raise ValueError(f"data_dir={args.data_dir} and limit={args.limit} are for tasks, and tasks=None")
+    tokenizer = load_tokenizer(args.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint)
-    max_length = model.config.max_position_embeddings
+    config = model.config
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"vocab_size={config.vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens")
+
+    def encoded(rows: list[dict]) -> Dataset:
+        return Dataset.from_list([encode(row, tokenizer, config.max_position_embeddings) for row in rows])
 
     trainer = Trainer(
         model=model,
         args=training,
-        train_dataset=Dataset.from_list([encode(example, tokenizer, max_length) for example in examples]),
+        train_dataset=encoded(train),
+        eval_dataset=encoded(held_out),
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
     )
+    before = measure(trainer, args.checkpoint, args)
     trainer.train()
     trainer.save_model()
+    after = measure(trainer, training.output_dir, args)
+    if trainer.is_world_process_zero():
+        print(format_table(before, after))
+        results = json.dumps({"before": before, "after": after}, indent=2) + "\n"
+        Path(training.output_dir, "before_after.json").write_text(results, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,53 +1,85 @@
-"""Pretrain an AsymLoop, or the Full Loop that matches it, from a configuration. The same command again resumes it.
+"""Pretrain an AsymLoop, or the Full Loop that matches it. The same command again resumes it at the exact token.
+
+    accelerate launch --config_file examples/accelerate/ddp.yaml --num_processes 8 \
+        examples/pretrain.py examples/recipes/60m.yaml --output_dir asymloop-60m
+
+A recipe is a file of settings; those on the command line replace them. Without a recipe, on one device:
 
     python examples/pretrain.py --preset 60m --output_dir asymloop-60m --max_steps 10000 --learning_rate 1e-3 \
         --lr_scheduler_type cosine --warmup_steps 1000 --per_device_train_batch_size 16 --bf16
-
-With `--layerwise_lr` each layer's learning rate follows its spectrum; `asymloop spectra OUTPUT_DIR` shows them.
 
 Without a network, a few minutes on two cores:
 
     python examples/pretrain.py --corpus installed-docs --block_size 256 --output_dir small --max_steps 200 \
         --learning_rate 2e-3 --config_overrides num_encoder_layers=2,num_decoder_layers=2,hidden_size=128,\
 intermediate_size=344,num_attention_heads=4,vocab_size=4096
+
+docs/pretraining.md has more.
 """
 
 import ast
 import json
+import os
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from accelerate.utils import broadcast_object_list
+from datasets import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     HfArgumentParser,
     Trainer,
+    TrainerState,
     TrainingArguments,
     default_data_collator,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from asymloop_hf import AsymLoopConfig
+from asymloop_hf.budget import budget
 from asymloop_hf.corpus import load_corpus
 from asymloop_hf.layerwise_lr import HeavyTailLRCallback
+from asymloop_hf.modeling.configuration_asymloop import PRESETS
 from asymloop_hf.packing import pack
-from asymloop_hf.tokenizer import train_tokenizer
+from asymloop_hf.recipe import expand_recipe
+from asymloop_hf.throughput import ThroughputCallback, peak_flops
+from asymloop_hf.token_folder import load_tokens, save_tokens
+from asymloop_hf.token_stream import StreamTrainer, TokenStream, position_file, share_of
+from asymloop_hf.tokenizer import load_tokenizer, train_tokenizer
 
 
 @dataclass
 class PretrainArguments:
     model: str = field(default="asymloop", metadata={"choices": ["asymloop", "fullloop"], "help": "What to train."})
-    preset: str = field(default="60m", metadata={"help": "Size: 60m, 130m, 350m or 1b."})
+    preset: str = field(default="60m", metadata={"choices": list(PRESETS), "help": "Its size."})
     config_overrides: str = field(
         default="", metadata={"help": "Fields of AsymLoopConfig in place of the preset's: num_loops=5,hidden_size=128"}
     )
     corpus: str = field(
         default="HuggingFaceFW/fineweb-edu:sample-10BT",
-        metadata={"help": "A dataset of the hub (streamed), a local path, or installed-docs, which needs no network."},
+        metadata={"help": "A dataset of the hub, a local path, or installed-docs, which needs no network."},
+    )
+    streaming: bool | None = field(
+        default=None, metadata={"help": "Read the corpus as it is needed; by default a dataset of the hub alone."}
+    )
+    held_out: int | None = field(
+        default=None, metadata={"help": "Documents to evaluate on; by default 2 %, and 1,000 of a stream."}
+    )
+    tokens_dir: str | None = field(
+        default=None,
+        metadata={"help": "A folder to keep the tokens in, which later runs read. Made if it is not there."},
     )
     block_size: int = field(default=1024, metadata={"help": "Tokens in a training sequence."})
     tokenizer: str | None = field(default=None, metadata={"help": "A tokenizer's name; by default one is trained."})
+    tokens: int | None = field(default=None, metadata={"help": "Tokens to train on, which max_steps replaces."})
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Sequences in an optimizer step over all devices; sets gradient_accumulation_steps."},
+    )
+    peak_flops: float | None = field(
+        default=None, metadata={"help": "FLOP/s of a device at its best, for the utilisation; known for some GPUs."}
+    )
     layerwise_lr: bool = field(
         default=False, metadata={"help": "Heavy-tail-guided layerwise learning rates; learning_rate is the base rate."}
     )
@@ -55,6 +87,12 @@ class PretrainArguments:
     layerwise_every: int = field(
         default=100, metadata={"help": "Steps between updates of the rates, in the first fifth of the run."}
     )
+
+
+def parse_arguments(arguments: list[str]) -> tuple[PretrainArguments, TrainingArguments]:
+    """The settings of a command line, which may begin with a recipe."""
+    parser = HfArgumentParser((PretrainArguments, TrainingArguments))
+    return parser.parse_args_into_dataclasses(expand_recipe(arguments, parser))
 
 
 def parse_overrides(text: str) -> dict:
@@ -71,59 +109,176 @@ def parse_overrides(text: str) -> dict:
     return values
 
 
+def set_steps(args: PretrainArguments, training: TrainingArguments) -> int:
+    """Set the gradient accumulation and the steps that the batch and the tokens ask for; the tokens of a step."""
+    sequences = training.train_batch_size * training.world_size
+    if args.global_batch_size is not None:
+        training.gradient_accumulation_steps, rest = divmod(args.global_batch_size, sequences)
+        if rest or args.global_batch_size < 1:
+            raise ValueError(
+                f"global_batch_size={args.global_batch_size} is not allowed: it must be a multiple of {sequences}, "
+                "the sequences that all devices take at once"
+            )
+    step_tokens = sequences * training.gradient_accumulation_steps * args.block_size
+    if args.tokens is not None and training.max_steps < 0:
+        training.max_steps = args.tokens // step_tokens
+        if training.max_steps < 1:
+            raise ValueError(f"tokens={args.tokens} is not allowed: a step alone takes {step_tokens}")
+    return step_tokens
+
+
+def describe_run(args: PretrainArguments, training: TrainingArguments) -> dict:
+    """All that must be the same when a run is resumed."""
+    names = (
+        "max_steps",
+        "num_train_epochs",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "learning_rate",
+        "lr_scheduler_type",
+        "warmup_steps",
+        "weight_decay",
+        "seed",
+    )
+    own = {name: value for name, value in asdict(args).items() if name != "peak_flops"}
+    return own | {name: getattr(training, name) for name in names} | {"processes": training.world_size}
+
+
 def find_checkpoint(folder: Path, run: dict) -> str | None:
-    """The last checkpoint of this same run, if there is one. A folder with anything else in it is an error."""
+    """The last whole checkpoint of this same run, if there is one. A folder with anything else in it is an error."""
     if not folder.exists() or not any(folder.iterdir()):
         return None
     note = folder / "run.json"
     started = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
-    if different := [name for name in run if name not in started or started[name] != run[name]]:
+    different = [
+        f"{name} ({started.get(name)!r} there, {value!r} here)"
+        for name, value in run.items()
+        if name not in started or started[name] != value
+    ]
+    if different:
         raise FileExistsError(f"output_dir={str(folder)!r} holds another run, which differs in {', '.join(different)}")
-    return get_last_checkpoint(folder)
+    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    readers = run["processes"] if started["streamed"] else 0
+    whole = [
+        path
+        for path in checkpoints
+        if (path / "trainer_state.json").exists()  # is written last, but for where the streams are
+        and all(position_file(path, rank).exists() for rank in range(readers))
+    ]
+    return str(whole[-1]) if whole else None
 
 
-def main():
-    args, training = HfArgumentParser((PretrainArguments, TrainingArguments)).parse_args_into_dataclasses()
-    names = ("max_steps", "num_train_epochs", "learning_rate", "per_device_train_batch_size", "seed")
-    run = asdict(args) | {name: getattr(training, name) for name in names}
-    folder = Path(training.output_dir)
-    checkpoint = find_checkpoint(folder, run)
+def note_run(folder: Path, run: dict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".run.json"
+    partial.write_text(json.dumps(run, indent=2), encoding="utf-8")
+    os.replace(partial, folder / "run.json")
+
+
+def is_finished(checkpoint: str | None) -> bool:
+    if checkpoint is None:
+        return False
+    state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+    return state.global_step >= state.max_steps
+
+
+def open_corpus(args: PretrainArguments, training: TrainingArguments) -> dict:
+    corpus = load_corpus(args.corpus, streaming=args.streaming, held_out=args.held_out)
+    if isinstance(corpus["train"], IterableDataset) and training.max_steps < 0:
+        raise ValueError(f"max_steps={training.max_steps} is not allowed for a stream: give it, or tokens")
+    return corpus
+
+
+def load_data(args, training, checkpoint: str | None, vocab_size: int, num_blocks: int) -> tuple[dict, object]:
+    """The blocks of each split, those to train on as a `TokenStream` where the corpus is streamed; the tokenizer."""
+    name = checkpoint or args.tokenizer
+    tokenizer = load_tokenizer(name) if name else None
+    about = {"corpus": args.corpus, "held_out": args.held_out, "block_size": args.block_size}
+
+    if args.tokens_dir is not None:
+        with training.main_process_first(desc="tokenising the corpus"):
+            if not Path(args.tokens_dir).exists():
+                corpus = open_corpus(args, training)
+                used = tokenizer or train_tokenizer((row["text"] for row in corpus["train"]), vocab_size)
+                blocks = {split: pack(documents, used, args.block_size) for split, documents in corpus.items()}
+                if isinstance(blocks["train"], IterableDataset):
+                    blocks["train"] = blocks["train"].take(num_blocks)
+                save_tokens(args.tokens_dir, blocks, used, about)
+        return load_tokens(args.tokens_dir, about, tokenizer, num_blocks)
+
+    corpus = open_corpus(args, training)
+    if tokenizer is None:
+        is_first = training.process_index == 0
+        trained = train_tokenizer((row["text"] for row in corpus["train"]), vocab_size) if is_first else None
+        (tokenizer,) = broadcast_object_list([trained])
+    if not isinstance(corpus["train"], IterableDataset):
+        return {split: pack(documents, tokenizer, args.block_size) for split, documents in corpus.items()}, tokenizer
+    own = share_of(corpus["train"], training.process_index, training.world_size)
+    return {
+        "train": TokenStream(pack(own, tokenizer, args.block_size), args.corpus),
+        "held_out": pack(corpus["held_out"], tokenizer, args.block_size),
+    }, tokenizer
+
+
+def set_special_tokens(config: AsymLoopConfig, tokenizer) -> None:
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"vocab_size={config.vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens; "
+            f"config_overrides can set vocab_size={len(tokenizer)}"
+        )
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+
+
+def main(arguments: list[str]):
+    args, training = parse_arguments(arguments)
+    step_tokens = set_steps(args, training)
     config = AsymLoopConfig.preset(
         args.preset, **{"max_position_embeddings": args.block_size} | parse_overrides(args.config_overrides)
     )
+    folder = Path(training.output_dir)
+    run = describe_run(args, training)
+    checkpoint = find_checkpoint(folder, run)
+    finished = is_finished(checkpoint)
+
+    num_blocks = max(args.tokens or 0, training.max_steps * step_tokens) // args.block_size
+    blocks, tokenizer = load_data(args, training, checkpoint, config.vocab_size, num_blocks)
+    is_streamed = isinstance(blocks["train"], TokenStream)
+    set_special_tokens(config, tokenizer)
+    if args.model == "fullloop":
+        config = config.matched_full_loop()
+
+    peak = args.peak_flops or peak_flops()
+    num_devices = training.world_size * max(1, training.n_gpu)
+    training_flops = 3 * budget(config, args.block_size).flops_per_token
+    callbacks = [ThroughputCallback(step_tokens, training_flops, peak and peak * num_devices)]
     layerwise = {}
     if args.layerwise_lr:
         every = args.layerwise_every
         llr = HeavyTailLRCallback(max_ratio=args.layerwise_max_ratio, every=every, ramp=every // 2)
-        layerwise = {"optimizer_cls_and_kwargs": llr.optimizer(training), "callbacks": [llr]}
-
-    corpus = load_corpus(args.corpus)
-    if checkpoint or args.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint or args.tokenizer)
-    else:
-        tokenizer = train_tokenizer((row["text"] for row in corpus["train"]), config.vocab_size)
-    config.vocab_size = len(tokenizer)
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id
-    if args.model == "fullloop":
-        config = config.matched_full_loop()
+        layerwise = {"optimizer_cls_and_kwargs": llr.optimizer(training)}
+        callbacks.append(llr)
 
     set_seed(training.seed)
-    trainer = Trainer(
-        model=AutoModelForCausalLM.from_config(config),
+    trainer = (StreamTrainer if is_streamed else Trainer)(
+        model=AutoModelForCausalLM.from_pretrained(checkpoint)
+        if finished
+        else AutoModelForCausalLM.from_config(config),
         args=training,
-        train_dataset=pack(corpus["train"], tokenizer, args.block_size),
-        eval_dataset=pack(corpus["held_out"], tokenizer, args.block_size),
+        train_dataset=blocks["train"],
+        eval_dataset=blocks["held_out"],
         processing_class=tokenizer,
         data_collator=default_data_collator,
+        callbacks=callbacks,
         **layerwise,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(json.dumps(run, indent=2), encoding="utf-8")
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if training.process_index == 0:
+        note_run(folder, run | {"streamed": is_streamed})
+    if not finished:
+        trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_model()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -138,6 +138,11 @@ class LoopedPreTrainedModel(PreTrainedModel):
         AutoModel.register(type(config), self._base_model_class, exist_ok=True)
         super().__init__(config, *args, **kwargs)
 
+    def post_init(self) -> None:
+        """As in Transformers; FSDP2 shards by these names, and stops at one that the model has no layer of."""
+        super().post_init()
+        self._no_split_modules &= {type(module).__name__ for module in self.modules()}
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

@@ -113,6 +113,10 @@ def test_finetune(checkpoint, tmp_path):
     options = {"checkpoint": checkpoint, "data": data, "output_dir": tmp_path / "run", "report_to": "none"}
     result = run_example("finetune", **options, num_train_epochs=10, learning_rate=1e-2, save_strategy="no")
     assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "run" / "before_after.json").read_text(encoding="utf-8"))
+    assert found["after"]["held-out loss"] < found["before"]["held-out loss"] / 2
+    for name, before in found["before"].items():
+        assert f"{name:<28}{before:>10.3f}{found['after'][name]:>10.3f}" in result.stdout
     generated = run_example("generate", checkpoint=tmp_path / "run", prompt="Story 99. The otter", num_loops="3")
     assert "The otter leaves the river.\n" in generated.stdout, generated
 
@@ -148,6 +152,58 @@ def test_finetune_needs_lines(tmp_path):
     (tmp_path / "empty.jsonl").write_bytes(b"")
     with pytest.raises(ValueError, match="has no lines"):
         load_example("finetune").read_examples(str(tmp_path / "empty.jsonl"))
+
+
+def finetune(monkeypatch, example=None, **options) -> None:
+    """Run the script in this process."""
+    command = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *command])
+    (example or load_example("finetune")).main()
+
+
+def test_finetune_scores_tasks_before_and_after(checkpoint, tmp_path, monkeypatch):
+    """Without training nothing changes; the accuracies are those of `asymloop eval`."""
+    example = load_example("finetune")
+    asked = []
+
+    def answer(checkpoint, tasks, data_dir, limit):
+        asked.append((str(checkpoint), tasks, data_dir, limit))
+        return {3: {"results": {"piqa": {"acc,none": 0.5, "acc_stderr,none": 0.1}}, "n-samples": {"piqa": 4}}}
+
+    monkeypatch.setattr(example, "evaluate", answer)
+    data = tmp_path / "examples.jsonl"
+    data.write_text("\n".join([json.dumps({"prompt": "The otter", "completion": " leaves."})] * 2), encoding="utf-8")
+    options = {"checkpoint": checkpoint, "data": data, "output_dir": tmp_path / "run", "report_to": "none"}
+    finetune(monkeypatch, example, **options, tasks="piqa", data_dir=tmp_path, limit=4, learning_rate=0, use_cpu=True)
+    found = json.loads((tmp_path / "run" / "before_after.json").read_text(encoding="utf-8"))
+    assert found["before"] == found["after"] and found["after"]["piqa acc"] == 0.5
+    assert asked == [(str(path), ["piqa"], tmp_path, 4) for path in (checkpoint, tmp_path / "run")]
+
+
+def test_finetune_needs_a_tokenizer_that_fits(checkpoint, tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
+    larger = tmp_path / "larger"
+    shutil.copytree(checkpoint, larger, ignore=shutil.ignore_patterns("checkpoint-*"))
+    tokenizer = AutoTokenizer.from_pretrained(larger)
+    tokenizer.add_tokens([f"<{number}>" for number in range(100)])
+    tokenizer.save_pretrained(larger)
+    data = tmp_path / "examples.jsonl"
+    data.write_text('{"prompt": "a", "completion": "b"}\n' * 2, encoding="utf-8")
+    with pytest.raises(ValueError, match="vocab_size=400 is not allowed: the tokenizer has .* tokens"):
+        finetune(monkeypatch, checkpoint=larger, data=data, output_dir=tmp_path / "run")
+
+
+def test_finetune_holds_out_some_and_keeps_some():
+    finetune = load_example("finetune")
+    examples = [{"line": number, "prompt": "a", "completion": "b"} for number in range(40)]
+    for share, count in ((0.1, 4), (0.001, 1), (0.999, 39)):
+        train, held_out = finetune.split(examples, share, seed=0)
+        assert len(held_out) == count
+        assert sorted(row["line"] for row in train + held_out) == list(range(40))
+    for share, rows in ((0.0, examples), (1.0, examples), (0.1, examples[:1])):
+        with pytest.raises(ValueError, match=f"held_out={share} of {len(rows)} examples is not allowed"):
+            finetune.split(rows, share, seed=0)
 
 
 def test_finetune_masks_the_prompt(checkpoint):

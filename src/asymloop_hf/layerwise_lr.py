@@ -1,15 +1,14 @@
 """Heavy-tail-guided layerwise learning rates for Trainer: layers with a light tail learn faster."""
 
-import inspect
 import logging
 import math
 from pathlib import Path
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .callback_order import go_ahead_of_reporters
 from .layer_groups import layer_groups
 from .layerwise_table import log_entry, rows, write_table
 from .modeling.configuration_looped import is_number, is_positive_int, require
@@ -149,7 +148,7 @@ class HeavyTailLRCallback(TrainerCallback):
             elif group["kind"] == "matrix" and state.global_step == 0:  # a ramp that `train` began when last called
                 group["ramp_from"] = group["ramp_to"]
         self._attached_to = getattr(optimizer, "optimizer", optimizer)
-        self._go_ahead_of_reporters()
+        go_ahead_of_reporters(self)
         if not self._updates_at(self.every, state.max_steps):
             settings = f"every={self.every} and until={self.until} of {state.max_steps} steps"
             logger.warning(f"{settings}: there is no update of the layers' rates")
@@ -213,17 +212,6 @@ class HeavyTailLRCallback(TrainerCallback):
     def _write_table(self, folder: Path, state) -> None:
         if state.is_world_process_zero and folder.is_dir() and (table := rows(state.log_history)):
             write_table(table, folder)
-
-    def _go_ahead_of_reporters(self) -> None:
-        """
-        Trainer calls its reporters (TensorBoard, trackio, wandb) before the callbacks that it is given, so they would
-        not see what `on_log` adds. A callback gets no reference to the list: it is that of the calling handler.
-        """
-        frame = inspect.currentframe()
-        while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
-            frame = frame.f_back
-        if frame is not None:
-            frame.f_locals["self"].callbacks.sort(key=lambda callback: callback is not self)
 
 
 def rate_factors(alphas: dict[str, float], max_ratio: float, map: str = "linear", reverse: bool = False) -> dict:

@@ -47,6 +47,7 @@ from asymloop_hf.throughput import ThroughputCallback, peak_flops
 from asymloop_hf.token_folder import load_tokens, save_tokens
 from asymloop_hf.token_stream import StreamTrainer, TokenStream, position_file, share_of
 from asymloop_hf.tokenizer import load_tokenizer, train_tokenizer
+from asymloop_hf.training_run import whole_checkpoints
 
 
 @dataclass
@@ -157,13 +158,11 @@ def find_checkpoint(folder: Path, run: dict) -> str | None:
     ]
     if different:
         raise FileExistsError(f"output_dir={str(folder)!r} holds another run, which differs in {', '.join(different)}")
-    checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     readers = run["processes"] if started["streamed"] else 0
     whole = [
         path
-        for path in checkpoints
-        if (path / "trainer_state.json").exists()  # is written last, but for where the streams are
-        and all(position_file(path, rank).exists() for rank in range(readers))
+        for path in whole_checkpoints(folder)
+        if all(position_file(path, rank).exists() for rank in range(readers))  # written after the rest
     ]
     return str(whole[-1]) if whole else None
 

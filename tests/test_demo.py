@@ -30,7 +30,9 @@ def small_and_quick(monkeypatch, tmp_path):
     """A corpus of 500 short documents behind every name, models of 32 channels, one thread."""
     corpus = write_corpus(tmp_path / "documents.jsonl")
     monkeypatch.setattr(demo, "load_corpus", lambda name: load_corpus(corpus))
-    small = replace(demo.SIZES["tiny"], hidden_size=32, intermediate_size=64, vocab_size=400, block_size=64)
+    small = replace(
+        demo.SIZES["tiny"], hidden_size=32, intermediate_size=64, num_stack_layers=1, vocab_size=400, block_size=64
+    )
     monkeypatch.setitem(demo.SIZES, "tiny", small)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

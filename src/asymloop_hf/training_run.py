@@ -117,7 +117,8 @@ def train(
         **layerwise,
     )
     trainer.remove_callback(ProgressCallback)
-    trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
+    whole = whole_checkpoints(folder)
+    trainer.train(resume_from_checkpoint=str(whole[-1]) if whole else None)
     trainer.evaluate()
     history = trainer.state.log_history
     held_out_losses = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
@@ -162,10 +163,10 @@ def _arguments(training: Training, folder: Path) -> TrainingArguments:
     )
 
 
-def last_whole_checkpoint(folder: Path) -> str | None:
-    """The last checkpoint of Trainer in a folder that was written to its end: the state of the Trainer comes last."""
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Trainer's checkpoints in a folder that were written to their end, oldest first; the last file is its state."""
     states = [file for file in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json") if _is_whole(file)]
-    return str(max(states, key=lambda file: int(file.parent.name.split("-")[-1])).parent) if states else None
+    return sorted((file.parent for file in states), key=lambda checkpoint: int(checkpoint.name.split("-")[-1]))
 
 
 def _is_whole(state: Path) -> bool:

@@ -16,6 +16,7 @@ from statistics import mean, stdev
 import pytest
 import torch
 from datasets import IterableDataset, load_from_disk
+from filelock import FileLock
 from small_corpus import make_documents, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -74,7 +75,7 @@ def read(path: Path) -> dict:
 
 
 def test_every_run_is_there_and_nothing_else(done):
-    assert sorted(path.name for path in done.iterdir()) == [
+    assert sorted(path.name for path in done.iterdir() if path.name != ".lock") == [
         "compare.json",
         "data",
         "report.html",
@@ -215,6 +216,11 @@ def test_another_comparison_in_the_folder(done, corpus, settings, named):
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
 
 
+def test_two_commands_in_one_folder(done, corpus):
+    with FileLock(done / ".lock"), pytest.raises(FileExistsError, match="is in use by another comparison"):
+        compare(a_comparison(done, corpus), processes=1)
+
+
 def test_a_folder_with_something_else(tmp_path, corpus):
     (tmp_path / "thesis.txt").write_text("all of it", encoding="utf-8")
     with pytest.raises(FileExistsError, match="holds something else"):
@@ -252,35 +258,32 @@ def test_an_interrupted_run_goes_on_to_the_same_result(done, corpus, tmp_path, m
     assert sorted(path.name for path in (tmp_path / run.folder).iterdir()) == ["model", "result.json"]
 
 
-def test_an_interrupted_command_ends_its_processes_and_keeps_what_is_done(corpus, tmp_path):
-    """As a user does it: Ctrl-C at the terminal, then the same command again."""
-    program = (
-        "import test_comparison as t, sys; from asymloop_hf import cli\n"
-        "if __name__ == '__main__':\n"
-        "    next(t.small_and_quick.__wrapped__())\n"
-        "    sys.exit(cli.main(sys.argv[1:]))\n"
-    )
-    script = tmp_path / "command.py"
-    script.write_text(program, encoding="utf-8")
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (lambda pid: os.killpg(pid, signal.SIGINT), 130),  # Ctrl-C at the terminal
+        (lambda pid: os.kill(pid, signal.SIGKILL), -signal.SIGKILL),
+    ],
+    ids=["interrupted", "killed"],
+)
+def test_a_command_that_is_ended_leaves_no_process_behind(corpus, tmp_path, end, status):
     output = tmp_path / "output"
-    output.mkdir()
     options = ["--corpus", corpus, "--models", "full_loop,asymloop", "--seeds", "1", "--rates", "3e-3"]
-    options += ["--batch-size", "4", "--tokens", "5000", "--processes", "1", "--output", str(output)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    options += ["--batch-size", "1", "--tokens", "3000", "--processes", "1", "--output", str(output)]
     with subprocess.Popen(
-        [sys.executable, str(script), "compare", *options],
-        env=environment,
+        [sys.executable, "-m", "asymloop_hf.cli", "compare", *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     ) as process:
         while process.poll() is None and not list(output.glob("runs/*/*/checkpoints/*/trainer_state.json")):
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
+        end(process.pid)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors[-2000:]
-    assert f"finished runs are kept in {output}; the same command goes on" in errors
-    with pytest.raises(ProcessLookupError):  # no worker is left
+    assert process.returncode == status, errors[-2000:]
+    assert status != 130 or f"finished runs are kept in {output}; the same command goes on" in errors
+    with pytest.raises(ProcessLookupError):
         for _ in range(100):
             os.killpg(process.pid, 0)
             time.sleep(0.1)
@@ -369,7 +372,7 @@ def test_numbers_of_tokens():
 def test_a_corpus_with_too_few_tokens(tmp_path, corpus):
     with pytest.raises(ValueError, match=r"tokens=.* are not allowed with corpus=.*: it has .* tokens to train on"):
         compare(a_comparison(tmp_path / "output", corpus, tokens=10**6), processes=1)
-    assert [path.name for path in (tmp_path / "output").iterdir()] == ["compare.json"]
+    assert not (tmp_path / "output" / "data").exists() and not list(tmp_path.glob("output/.writing*"))
 
 
 def test_a_download_that_stops_leaves_nothing_half_written(tmp_path, corpus, monkeypatch):

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from .comparison_data import prepare_data
 from .comparison_report import report_page
 from .comparison_results import summarise
@@ -20,6 +22,7 @@ from .training_run import Training
 SETTINGS = "compare.json"
 RESULTS = "results.json"
 REPORT = "report.html"
+LOCK = ".lock"
 MODELS = "full_loop,asymloop,asymloop+window,full_loop+llr,asymloop+llr"
 TUNE = ("baseline", "kind")
 TUNING_SEED = 100  # of no run that is compared
@@ -121,10 +124,19 @@ def compare(comparison: Comparison, processes: int) -> dict:
 
     Raises:
         `ValueError`: a corpus with too few tokens, or a wrong value of a field of a model.
-        `FileExistsError`: the folder holds something else, or a comparison with other settings.
+        `FileExistsError`: the folder holds something else, a comparison with other settings, or one that is going on.
     """
-    output = comparison.output
     open_folder(comparison)
+    try:
+        with FileLock(comparison.output / LOCK, timeout=0):
+            return _compare(comparison, processes)
+    except Timeout:
+        output = str(comparison.output)
+        raise FileExistsError(f"output={output!r} is in use by another comparison: wait, or choose another.") from None
+
+
+def _compare(comparison: Comparison, processes: int) -> dict:
+    output = comparison.output
     num_blocks = comparison.steps(comparison.tokens) * comparison.batch_size
     prepare_data(output, comparison.corpus, comparison.shape, num_blocks)
     rates, tuning = choose_rates(comparison, processes)

@@ -95,4 +95,7 @@ class Progress(TrainerCallback):
         _steps_done.put(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            os._exit(1)  # killed, it cannot end its workers; the run is resumed by whoever does it next
         _steps_done.put(1)

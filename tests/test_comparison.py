@@ -21,7 +21,7 @@ from small_corpus import make_documents, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from asymloop_hf import cli, comparison, comparison_data, run_pool
-from asymloop_hf.comparison import Comparison, choose_rates, compare, next_rate
+from asymloop_hf.comparison import Comparison, choose_rates, compare, next_rate, open_folder
 from asymloop_hf.comparison_data import prepare_data
 from asymloop_hf.comparison_results import summarise
 from asymloop_hf.comparison_run import do_run
@@ -167,6 +167,7 @@ def test_the_report_is_one_file_with_every_model_and_plot(done):
 def test_loops_shares_alphas_and_rates_are_measured(done):
     models = read(done / "results.json")["models"]
     assert list(models["full_loop"]["loss_by_loops"]) == ["1", "2", "3", "4"]
+    assert list(models["llama"]["loss_by_loops"]) == ["1"]
     assert list(models["asymloop+llr"]["loss_by_loops"]) == ["1", "2", "3", "4", "5", "6"]
     assert models["full_loop"]["attention_share"] is None
     shares = torch.tensor(models["asymloop+llr"]["attention_share"])
@@ -373,6 +374,9 @@ def test_a_corpus_with_too_few_tokens(tmp_path, corpus):
     with pytest.raises(ValueError, match=r"tokens=.* are not allowed with corpus=.*: it has .* tokens to train on"):
         compare(a_comparison(tmp_path / "output", corpus, tokens=10**6), processes=1)
     assert not (tmp_path / "output" / "data").exists() and not list(tmp_path.glob("output/.writing*"))
+    corrected = a_comparison(tmp_path / "output", corpus)
+    open_folder(corrected)  # what failed before it had data does not claim the folder
+    assert read(tmp_path / "output" / "compare.json") == corrected.fixed()
 
 
 def test_a_download_that_stops_leaves_nothing_half_written(tmp_path, corpus, monkeypatch):

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from conftest import KINDS, SIZES, asymloop, tokens
-from small_corpus import make_documents
-from transformers import AutoTokenizer
+from small_corpus import make_documents, write_corpus
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from asymloop_hf.cli import main
 from asymloop_hf.perplexity import perplexity
@@ -77,8 +77,10 @@ def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary():
         ({"stride": 9}, "stride=9 is not allowed"),
         ({"stride": 2.0}, "stride=2.0 is not allowed"),
         ({"batch_size": 0}, "batch_size=0 is not allowed: it must be a whole number of at least 1"),
-        ({"documents": []}, "documents=0 documents are not allowed"),
-        ({"documents": [[5], []]}, "one must have two tokens"),
+        ({"documents": []}, "documents: none of the 0 has two tokens"),
+        ({"documents": [[5], []]}, "documents: none of the 2 has two tokens"),
+        ({"loop_counts": [2, 2]}, r"num_loops=\[2, 2\] is not allowed: it must be positive integers, each once"),
+        ({"loop_counts": [0]}, r"num_loops=\[0\] is not allowed"),
         ({"documents": [[1, 2], [3, SIZES["vocab_size"]]]}, "a token of document 1 is not in the model's vocabulary"),
         ({"documents": [[-100, 2]]}, "a token of document 0 is not in the model's vocabulary"),
     ],
@@ -117,6 +119,31 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert "the file exists" in capsys.readouterr().err
     assert main(["perplexity", str(checkpoint), "--documents", str(tmp_path / "nothing")]) == 2
     assert "neither an existing local path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_of", "options", "message"),
+    [
+        ("looped", ["--device", "abacus"], "device='abacus' is not allowed: this machine has no such device"),
+        ("looped", ["--num-loops", "2,2"], "num_loops=[2, 2] is not allowed"),
+        ("llama", [], "model_type='llama' is not allowed: it must be one of asymloop, fullloop"),
+        ("nothing", [], "is neither a folder nor a hub name with a readable config.json"),
+        ("no tokenizer", [], "is not allowed: it has no tokenizer"),
+        ("large tokenizer", [], "vocab_size=97 is not allowed: the tokenizer has 400 tokens"),
+    ],
+)
+def test_what_the_command_does_not_allow(checkpoint, tmp_path, capsys, checkpoint_of, options, message):
+    folder = checkpoint if checkpoint_of == "looped" else tmp_path / "checkpoint"
+    if checkpoint_of == "llama":
+        LlamaForCausalLM(LlamaConfig(vocab_size=400, hidden_size=32, num_hidden_layers=1)).save_pretrained(folder)
+    if checkpoint_of in ("no tokenizer", "large tokenizer"):
+        asymloop().save_pretrained(folder)
+    if checkpoint_of in ("llama", "large tokenizer"):
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(folder)
+    write_corpus(tmp_path / "texts.jsonl", count=2)
+    command = ["perplexity", str(folder), "--documents", str(tmp_path / "texts.jsonl"), *options]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_corpus_is_read_where_training_holds_out(checkpoint, tmp_path, capsys):

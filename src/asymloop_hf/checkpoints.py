@@ -1,8 +1,25 @@
 """A checkpoint as a model with its tokenizer, after a check that they belong together."""
 
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .tokenizer import load_tokenizer
+
+
+def checkpoint_config(checkpoint: str) -> PreTrainedConfig:
+    """
+    The configuration of a checkpoint.
+
+    Raises:
+        `FileNotFoundError`: it is neither a folder nor a name on the hub that has one.
+    """
+    try:
+        return AutoConfig.from_pretrained(checkpoint)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"checkpoint={checkpoint!r} is neither a folder nor a hub name with a readable config.json: "
+            + str(error).partition("\n")[0]
+        ) from error
 
 
 def load_checkpoint(checkpoint: str, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -14,12 +31,21 @@ def load_checkpoint(checkpoint: str, device: str | None = None) -> tuple[PreTrai
         device: where the model goes; by default it stays on the CPU.
 
     Raises:
-        `ValueError`: there is no tokenizer, or it has more tokens than the model.
+        `FileNotFoundError`: there is no such checkpoint.
+        `ValueError`: it has no tokenizer, or one with more tokens than the model; there is no such device.
     """
+    _check_device(device)
+    config = checkpoint_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"vocab_size={config.vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens.")
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"vocab_size={model.config.vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens."
-        )
     return model if device is None else model.to(device), tokenizer
+
+
+def _check_device(device: str | None) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device={device!r} is not allowed: this machine has no such device ({reason}).") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .comparison_data import prepare_data
+from .comparison_data import DATA, prepare_data
 from .comparison_report import report_page
 from .comparison_results import summarise
 from .comparison_run import ComparisonRun
@@ -156,14 +156,14 @@ def open_folder(comparison: Comparison) -> None:
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"output={str(output)!r} is a file: choose a new or an empty folder.")
     output.mkdir(parents=True, exist_ok=True)
-    if settings.exists():
+    if (output / DATA).exists() and settings.exists():
         started = json.loads(settings.read_text(encoding="utf-8"))
         if different := [name for name, value in comparison.fixed().items() if started.get(name) != value]:
             raise FileExistsError(
                 f"output={str(output)!r} holds another comparison, which differs in {', '.join(different)}: choose "
                 "another folder. Models and seeds can be added to one."
             )
-    elif any(output.iterdir()):
+    elif any(path.name not in (SETTINGS, LOCK) for path in output.iterdir()):
         raise FileExistsError(f"output={str(output)!r} holds something else: choose a new or an empty folder.")
     else:
         _write(settings, json.dumps(comparison.fixed(), indent=2))

@@ -99,7 +99,7 @@ def do_run(run: ComparisonRun, output: Path, callbacks: Sequence[TrainerCallback
 def measure(model, documents: Sequence[Sequence[int]]) -> dict:
     """Perplexity by loops and positions, attention shares, alphas and budget of a trained model."""
     config = model.config
-    counts = range(1, 2 * config.num_loops + 1)
+    counts = range(1, 2 * config.num_loops + 1) if config.num_loops > 1 else [1]
     by_loops = perplexity(model, documents, loop_counts=counts)
     shares = None
     if config.model_type == "asymloop":

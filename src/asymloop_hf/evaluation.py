@@ -6,10 +6,9 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
-from transformers import AutoConfig
-
-from .checkpoints import load_checkpoint
+from .checkpoints import checkpoint_config, load_checkpoint
 from .command_options import add_device, add_loop_counts, check_new_file, positive_int
+from .loop_logits import LOOPED
 
 TASKS_FOLDER = Path(__file__).with_name("lm_eval_tasks")
 COMMONSENSE = "asymloop_commonsense"
@@ -24,7 +23,6 @@ COMMONSENSE_DATA = {
     "piqa": ("piqa/plain_text", "validation"),
 }
 METRICS = ("acc", "acc_norm")
-LOOPED = ("asymloop", "fullloop")
 
 
 def evaluate(
@@ -108,7 +106,7 @@ def load_lm(checkpoint: str, loop_counts: list[int] | None, batch_size: int | No
 
     from .loop_counts_lm import LoopCountsLM
 
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = checkpoint_config(checkpoint)
     is_looped = config.model_type in LOOPED
     if not is_looped and loop_counts is not None:
         raise ValueError(f"num_loops={loop_counts} is not allowed: {config.model_type!r} has no loops.")

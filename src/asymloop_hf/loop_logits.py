@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+LOOPED = ("asymloop", "fullloop")  # the model types that have loops
+
 
 @torch.no_grad()
 def logits_by_loops(model, input_ids: torch.LongTensor, loop_counts: Sequence[int]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
-from .loop_logits import logits_by_loops
+from .loop_logits import LOOPED, logits_by_loops
 
 FIRST_BUCKET = 16  # positions; each later bucket of positions ends at twice the position
 WINDOWS_PER_SORT = 64  # batches whose windows are sorted by length, so that little is padded
@@ -90,8 +90,13 @@ def perplexity(
         For each loop count.
 
     Raises:
-        `ValueError`: a value out of range; no document has two tokens; a token that the vocabulary does not have.
+        `ValueError`: a value out of range; a model without loops; no document has two tokens; a token that the
+            vocabulary does not have.
     """
+    if model.config.model_type not in LOOPED:
+        raise ValueError(
+            f"model_type={model.config.model_type!r} is not allowed: it must be one of {', '.join(LOOPED)}."
+        )
     context = model.config.max_position_embeddings
     stride = max(1, context // 2) if stride is None else stride
     loop_counts = [model.config.num_loops] if loop_counts is None else list(loop_counts)
@@ -99,6 +104,8 @@ def perplexity(
         if type(value) is not int or not 1 <= value <= most:
             allowed = "of at least 1" if most == math.inf else f"from 1 to the model's context of {most}"
             raise ValueError(f"{field}={value!r} is not allowed: it must be a whole number {allowed}.")
+    if min(loop_counts) < 1 or len(set(loop_counts)) < len(loop_counts):
+        raise ValueError(f"num_loops={loop_counts} is not allowed: it must be positive integers, each once.")
     lengths = []
     totals = {count: _Totals() for count in loop_counts}
     windows = _windows(_checked(documents, model.config.vocab_size, lengths), context, stride)
@@ -111,9 +118,7 @@ def perplexity(
                     totals[count].add(window, of_tokens)
             bar.update(len(batch))
     if not any(length > 1 for length in lengths):
-        raise ValueError(
-            f"documents={len(lengths)} documents are not allowed: one must have two tokens, to predict the second."
-        )
+        raise ValueError(f"documents: none of the {len(lengths)} has two tokens, of which the second is predicted.")
     return {count: total.result(len(lengths)) for count, total in totals.items()}
 
 

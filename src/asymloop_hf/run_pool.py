@@ -77,6 +77,7 @@ def _start_worker(numbers, queue, threads: int) -> None:
     global _steps_done
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     _steps_done = queue
+    tqdm.set_lock(threading.RLock())  # by default a semaphore, which a worker that is ended leaves behind
     if gpus := torch.cuda.device_count():
         torch.cuda.set_device(numbers.get() % gpus)
     torch.set_num_threads(threads)
@@ -92,10 +93,12 @@ class Progress(TrainerCallback):
     """Tells the parent of each step."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        _steps_done.put(state.global_step)
+        self._tell(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():
+        self._tell(1)
+
+    def _tell(self, steps: int) -> None:
+        if not multiprocessing.parent_process().is_alive():
             os._exit(1)  # killed, it cannot end its workers; the run is resumed by whoever does it next
-        _steps_done.put(1)
+        _steps_done.put(steps)

@@ -85,4 +85,5 @@ def load_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint={checkpoint!r} is not allowed: it has no tokenizer ({error}).") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"checkpoint={checkpoint!r} is not allowed: it has no tokenizer ({reason}).") from error

@@ -277,6 +277,7 @@ def test_a_command_that_is_ended_leaves_no_process_behind(corpus, tmp_path, end,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test runner may ignore it
     ) as process:
         while process.poll() is None and not list(output.glob("runs/*/*/checkpoints/*/trainer_state.json")):
             time.sleep(0.05)

@@ -63,7 +63,7 @@ METHODS = {
     "beams": lambda: {"num_beams": 3, "num_return_sequences": 2},
     "beam sampling": lambda: {"do_sample": True, "num_beams": 2},
     "prefixes": lambda: {"prefix_allowed_tokens_fn": allowed_after},
-    "stop strings": lambda: {"stop_strings": [chr(32 + i) for i in range(1, 97, 2)], "tokenizer": tokenizer()},
+    "stop strings": lambda: {"stop_strings": [chr(32 + i) for i in range(1, 97) if i % 5], "tokenizer": tokenizer()},
     "guidance": lambda: {"guidance_scale": 1.5},
     "streamer": lambda: {"streamer": RecordingStreamer()},
     "embeddings": lambda: {},

@@ -19,7 +19,6 @@ docs/pretraining.md has more.
 
 import ast
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,6 +47,7 @@ from asymloop_hf.token_folder import load_tokens, save_tokens
 from asymloop_hf.token_stream import StreamTrainer, TokenStream, position_file, share_of
 from asymloop_hf.tokenizer import load_tokenizer, train_tokenizer
 from asymloop_hf.training_run import whole_checkpoints
+from asymloop_hf.whole_writes import write_whole
 
 
 @dataclass
@@ -169,9 +169,7 @@ def find_checkpoint(folder: Path, run: dict) -> str | None:
 
 def note_run(folder: Path, run: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / ".run.json"
-    partial.write_text(json.dumps(run, indent=2), encoding="utf-8")
-    os.replace(partial, folder / "run.json")
+    write_whole(folder / "run.json", json.dumps(run, indent=2))
 
 
 def is_finished(checkpoint: str | None) -> bool:

@@ -21,7 +21,7 @@ from small_corpus import make_documents, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from asymloop_hf import cli, comparison, comparison_data, run_pool
-from asymloop_hf.comparison import Comparison, choose_rates, compare, next_rate, open_folder
+from asymloop_hf.comparison import Comparison, choose_rates, compare, next_rate
 from asymloop_hf.comparison_data import prepare_data
 from asymloop_hf.comparison_results import summarise
 from asymloop_hf.comparison_run import do_run
@@ -371,13 +371,17 @@ def test_numbers_of_tokens():
     assert {text: comparison.tokens(text) for text in texts} == texts
 
 
-def test_a_corpus_with_too_few_tokens(tmp_path, corpus):
+def test_a_corpus_with_too_few_tokens(tmp_path, corpus, monkeypatch):
     with pytest.raises(ValueError, match=r"tokens=.* are not allowed with corpus=.*: it has .* tokens to train on"):
         compare(a_comparison(tmp_path / "output", corpus, tokens=10**6), processes=1)
     assert not (tmp_path / "output" / "data").exists() and not list(tmp_path.glob("output/.writing*"))
     corrected = a_comparison(tmp_path / "output", corpus)
-    open_folder(corrected)  # what failed before it had data does not claim the folder
+    (tmp_path / "output" / ".writing-data").mkdir()  # of a command that was killed
+    forbid_training(monkeypatch)
+    with pytest.raises(AssertionError, match="a run was started"):  # what had no data yet does not claim the folder
+        compare(corrected, processes=1)
     assert read(tmp_path / "output" / "compare.json") == corrected.fixed()
+    assert not list(tmp_path.glob("output/.writing*"))
 
 
 def test_a_download_that_stops_leaves_nothing_half_written(tmp_path, corpus, monkeypatch):

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,11 @@ from .comparison_report import report_page
 from .comparison_results import summarise
 from .comparison_run import ComparisonRun
 from .model_variants import parse_variant
+from .modeling.configuration_looped import require
 from .run_pool import default_processes, do_runs
 from .sizes import SIZES, Size
 from .training_run import Training
+from .whole_writes import write_whole
 
 SETTINGS = "compare.json"
 RESULTS = "results.json"
@@ -65,18 +66,18 @@ class Comparison:
     tuning_tokens: int
 
     def __post_init__(self):
-        _require(self.size in SIZES, "size", self.size, f"one of {', '.join(SIZES)}")
-        _require(len(set(self.models)) == len(self.models) > 0, "models", ",".join(self.models), "different names")
+        require(self.size in SIZES, "size", self.size, f"one of {', '.join(SIZES)}")
+        require(len(set(self.models)) == len(self.models) > 0, "models", ",".join(self.models), "different names")
         for field, most in (("tokens", math.inf), ("batch_size", math.inf), ("seeds", TUNING_SEED)):
             value = getattr(self, field)
             allowed = "a whole number of at least 1" if most == math.inf else f"a whole number from 1 to {most}"
-            _require(type(value) is int and 1 <= value <= most, field, value, allowed)
-        _require(self.tune in TUNE, "tune", self.tune, f"one of {', '.join(TUNE)}")
+            require(type(value) is int and 1 <= value <= most, field, value, allowed)
+        require(self.tune in TUNE, "tune", self.tune, f"one of {', '.join(TUNE)}")
         tuning_tokens, allowed = self.tuning_tokens, f"a whole number from 1 to tokens={self.tokens}"
         is_whole = type(tuning_tokens) is int and 1 <= tuning_tokens <= self.tokens
-        _require(is_whole, "tuning_tokens", tuning_tokens, allowed)
+        require(is_whole, "tuning_tokens", tuning_tokens, allowed)
         positive = all(0 < rate < math.inf for rate in self.rates)
-        _require(positive and self.rates, "rates", self.rates, "one or more numbers above 0")
+        require(positive and self.rates, "rates", self.rates, "one or more numbers above 0")
         for model in self.models:
             parse_variant(model).config(self.shape)
 
@@ -110,11 +111,6 @@ class Comparison:
         return ComparisonRun(model, self.shape, training, measured=seed != TUNING_SEED)
 
 
-def _require(holds: bool, field: str, value, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{field}={value!r} is not allowed: it must be {allowed}.")
-
-
 def compare(comparison: Comparison, processes: int) -> dict:
     """
     Do the runs of a comparison that are not done yet, and write `results.json` and `report.html` after each.
@@ -126,7 +122,8 @@ def compare(comparison: Comparison, processes: int) -> dict:
         `ValueError`: a corpus with too few tokens, or a wrong value of a field of a model.
         `FileExistsError`: the folder holds something else, a comparison with other settings, or one that is going on.
     """
-    open_folder(comparison)
+    check_folder(comparison)
+    comparison.output.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(comparison.output / LOCK, timeout=0):
             return _compare(comparison, processes)
@@ -137,6 +134,8 @@ def compare(comparison: Comparison, processes: int) -> dict:
 
 def _compare(comparison: Comparison, processes: int) -> dict:
     output = comparison.output
+    if not (output / DATA).exists():
+        write_whole(output / SETTINGS, json.dumps(comparison.fixed(), indent=2))
     num_blocks = comparison.steps(comparison.tokens) * comparison.batch_size
     prepare_data(output, comparison.corpus, comparison.shape, num_blocks)
     rates, tuning = choose_rates(comparison, processes)
@@ -145,28 +144,31 @@ def _compare(comparison: Comparison, processes: int) -> dict:
     ]
     for done in do_runs(plan, output, processes, "Training"):
         results = comparison.fixed() | summarise(comparison.models, done) | {"tuning": tuning}
-        _write(output / RESULTS, json.dumps(results))
-        _write(output / REPORT, report_page(results))
+        write_whole(output / RESULTS, json.dumps(results))
+        write_whole(output / REPORT, report_page(results))
     return results
 
 
-def open_folder(comparison: Comparison) -> None:
-    """Make the folder of a comparison, or go on with the one that is there."""
+def check_folder(comparison: Comparison) -> None:
+    """
+    Raises:
+        `FileExistsError`: the folder is not a new one, nor one of this comparison, nor one that has no data yet.
+    """
     output, settings = comparison.output, comparison.output / SETTINGS
-    if output.exists() and not output.is_dir():
+    if not output.exists():
+        return
+    if not output.is_dir():
         raise FileExistsError(f"output={str(output)!r} is a file: choose a new or an empty folder.")
-    output.mkdir(parents=True, exist_ok=True)
-    if (output / DATA).exists() and settings.exists():
+    if settings.exists():
         started = json.loads(settings.read_text(encoding="utf-8"))
-        if different := [name for name, value in comparison.fixed().items() if started.get(name) != value]:
+        different = [name for name, value in comparison.fixed().items() if started.get(name) != value]
+        if different and (output / DATA).exists():
             raise FileExistsError(
                 f"output={str(output)!r} holds another comparison, which differs in {', '.join(different)}: choose "
                 "another folder. Models and seeds can be added to one."
             )
-    elif any(path.name not in (SETTINGS, LOCK) for path in output.iterdir()):
+    elif any(path.name != LOCK for path in output.iterdir()):
         raise FileExistsError(f"output={str(output)!r} holds something else: choose a new or an empty folder.")
-    else:
-        _write(settings, json.dumps(comparison.fixed(), indent=2))
 
 
 def choose_rates(comparison: Comparison, processes: int) -> tuple[dict[str, float], dict[str, list]]:
@@ -212,12 +214,6 @@ def next_rate(losses: dict[float, float]) -> float | None:
     return best * 2 if best == max(losses) else best / 2
 
 
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f".writing-{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
 def tokens(text: str) -> int:
     """`3000000`, `3_000_000`, `3M`, `0.5B` as a number of tokens."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)([KMB]?)", text)
@@ -236,7 +232,7 @@ def numbers(text: str) -> tuple[float, ...]:
 
 def run_command(args: argparse.Namespace) -> None:
     """The command `asymloop compare`."""
-    _require(args.size in SIZES, "size", args.size, f"one of {', '.join(SIZES)}")
+    require(args.size in SIZES, "size", args.size, f"one of {', '.join(SIZES)}")
     size = SIZES[args.size]
     rates = tuple(factor * size.learning_rate for factor in (0.5, 1, 2)) if args.rates is None else args.rates
     comparison = Comparison(
@@ -252,7 +248,7 @@ def run_command(args: argparse.Namespace) -> None:
         tuning_tokens=math.ceil(args.tokens / 4) if args.tuning_tokens is None else args.tuning_tokens,
     )
     processes = default_processes() if args.processes is None else args.processes
-    _require(processes >= 1, "processes", processes, "a whole number of at least 1")
+    require(processes >= 1, "processes", processes, "a whole number of at least 1")
     try:
         results = compare(comparison, processes)
     except KeyboardInterrupt:

@@ -1,19 +1,19 @@
 """The data that all runs of a comparison share, made once: a tokenizer, blocks to train on, and held-out text."""
 
-import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from datasets import Dataset, IterableDataset, load_from_disk
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .corpus import load_corpus
-from .packing import pack
+from .packing import pack, tokenize_documents
 from .sizes import Size
 from .tokenizer import train_tokenizer
+from .whole_writes import writing
 
 DATA = "data"
+TOKENIZER, TRAIN, HELD_OUT, DOCUMENTS = "tokenizer", "train", "held_out", "held_out_documents"
 HELD_OUT_BLOCKS = 64  # for the loss along a run
 HELD_OUT_TOKENS = 100_000  # of whole documents, for the perplexity in the end
 
@@ -42,13 +42,19 @@ def prepare_data(output: Path, corpus: str, size: Size, num_blocks: int) -> None
             f"{len(train) * size.block_size:,} tokens to train on, and no token is read twice."
         )
     documents = Dataset.from_dict({"input_ids": list(_first_documents(texts["held_out"]["text"], tokenizer))})
-    partial = output / f".writing-{DATA}"
-    shutil.rmtree(partial, ignore_errors=True)
-    tokenizer.save_pretrained(partial / "tokenizer")
-    train.save_to_disk(partial / "train")
-    _first(blocks["held_out"], HELD_OUT_BLOCKS).save_to_disk(partial / "held_out")
-    documents.save_to_disk(partial / "held_out_documents")
-    os.replace(partial, folder)
+    with writing(folder) as partial:
+        tokenizer.save_pretrained(partial / TOKENIZER)
+        train.save_to_disk(partial / TRAIN)
+        _first(blocks["held_out"], HELD_OUT_BLOCKS).save_to_disk(partial / HELD_OUT)
+        documents.save_to_disk(partial / DOCUMENTS)
+
+
+def load_data(output: Path) -> tuple[PreTrainedTokenizerBase, dict[str, Dataset], list[list[int]]]:
+    """What [`prepare_data`] wrote: tokenizer, blocks to train on and held-out blocks, tokens of held-out documents."""
+    folder = output / DATA
+    blocks = {split: load_from_disk(str(folder / split)) for split in (TRAIN, HELD_OUT)}
+    documents = load_from_disk(str(folder / DOCUMENTS))["input_ids"]
+    return AutoTokenizer.from_pretrained(folder / TOKENIZER), blocks, documents
 
 
 def _first(rows: Dataset | IterableDataset, count: int) -> Dataset:
@@ -63,7 +69,6 @@ def _first_documents(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -
     for text in texts:
         if left <= 0:
             return
-        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + [tokenizer.eos_token_id]
-        tokens = tokens[:left]
+        tokens = tokenize_documents([text], tokenizer)[0][:left]
         left -= len(tokens)
         yield tokens

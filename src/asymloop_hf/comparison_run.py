@@ -2,28 +2,26 @@
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from datasets import load_from_disk
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 
 from .attention_share import attention_share
 from .budget import budget
+from .comparison_data import load_data
 from .heavy_tail import heavy_tail_alpha
 from .layer_groups import layer_groups
 from .model_variants import parse_variant
 from .perplexity import perplexity
 from .sizes import Size
 from .training_run import Training, train
+from .whole_writes import write_whole
 
 RESULT = "result.json"
-BLOCKS = ("train", "held_out")
-DOCUMENTS = "held_out_documents"
 
 
 @dataclass(frozen=True)
@@ -79,19 +77,15 @@ def do_run(run: ComparisonRun, output: Path, callbacks: Sequence[TrainerCallback
     folder = output / run.folder
     checkpoints = folder / "checkpoints"
     variant = parse_variant(run.model)
-    tokenizer = AutoTokenizer.from_pretrained(output / "data" / "tokenizer")
-    blocks = {split: load_from_disk(str(output / "data" / split)) for split in BLOCKS}
+    tokenizer, blocks, documents = load_data(output)
     model, trained = train(variant.config(run.size, tokenizer), run.training, blocks, checkpoints, callbacks)
     result = {"settings": run.settings(), "training": trained}
     if run.measured:
-        documents = load_from_disk(str(output / "data" / DOCUMENTS))["input_ids"]
         result |= measure(model, documents)
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".writing-{RESULT}"
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(partial, folder / RESULT)
+    write_whole(folder / RESULT, json.dumps(result))
     shutil.rmtree(checkpoints, ignore_errors=True)
     return finished(run, output)
 

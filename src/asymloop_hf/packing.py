@@ -81,11 +81,14 @@ def _features(block_size: int) -> Features:
     return Features({column: Sequence(Value("int32"), length=block_size) for column in COLUMNS})
 
 
+def tokenize_documents(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The tokens of each text, with the end of a document after them."""
+    documents = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return [tokens + [tokenizer.eos_token_id] for tokens in documents]
+
+
 def _tokenize(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
-    documents = tokenizer(batch["text"], add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
-    return {"input_ids": [tokens + [tokenizer.eos_token_id] for tokens in documents]}
+    return {"input_ids": tokenize_documents(batch["text"], tokenizer)}
 
 
 def _cut(batch: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:

@@ -11,6 +11,7 @@ import torch
 from .checkpoints import load_checkpoint
 from .command_options import add_device, add_loop_counts, check_new_file, positive_int
 from .corpus import load_corpus, load_documents
+from .packing import tokenize_documents
 from .perplexity import Perplexity, perplexity
 
 
@@ -23,9 +24,8 @@ def measure(arguments: argparse.Namespace) -> None:
         load_documents(arguments.documents) if arguments.documents else load_corpus(arguments.corpus)["held_out"]
     )
     texts = islice((row["text"] for row in documents), arguments.limit)
-    tokens = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts)
-    ended = (document + [tokenizer.eos_token_id] for document in tokens)
-    found = perplexity(model, ended, arguments.stride, arguments.num_loops, arguments.batch_size, progress=True)
+    tokens = (tokenize_documents([text], tokenizer)[0] for text in texts)
+    found = perplexity(model, tokens, arguments.stride, arguments.num_loops, arguments.batch_size, progress=True)
     print(format_perplexity(found))
     if arguments.output is not None:
         written = {str(count): asdict(measured) for count, measured in found.items()}

@@ -2,11 +2,11 @@
 
 import copy
 import json
-import os
-import shutil
 import time
 from contextlib import contextmanager
 from pathlib import Path
+
+from .whole_writes import writing
 
 RESULTS = "results.json"
 
@@ -50,15 +50,8 @@ class StagedRun:
     @contextmanager
     def writing(self, name: str):
         """A path to write the file or folder `name` to: it appears under its name once the block is through."""
-        partial = self.folder / f".writing-{name}"
-        try:
+        with writing(self.folder / name) as partial:
             yield partial
-            os.replace(partial, self.folder / name)
-        finally:
-            if partial.is_dir():
-                shutil.rmtree(partial)
-            else:
-                partial.unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Leave the folder as it was before the run: empty."""

@@ -1,13 +1,13 @@
 """Packed tokens on disk: a corpus is tokenised once, and read from a folder by all later runs."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset
 from datasets.arrow_writer import ArrowWriter
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .whole_writes import writing
 
 ABOUT = "about.json"
 TOKENIZER = "tokenizer"
@@ -28,23 +28,19 @@ def save_tokens(
         `RuntimeError`: the blocks could not be read to their end, for example because a download broke off.
     """
     folder = Path(folder)
-    partial = folder.with_name(f".writing-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    partial.mkdir(parents=True)
     try:
-        counts = {split: _write(partial / f"{split}.arrow", rows) for split, rows in blocks.items()}
-        tokenizer.save_pretrained(partial / TOKENIZER)
-        streamed = isinstance(blocks["train"], IterableDataset)
-        text = json.dumps({**about, "streamed": streamed, "blocks": counts}, indent=2) + "\n"
-        (partial / ABOUT).write_text(text, encoding="utf-8")
-        os.replace(partial, folder)
+        with writing(folder) as partial:
+            partial.mkdir(parents=True)
+            counts = {split: _write(partial / f"{split}.arrow", rows) for split, rows in blocks.items()}
+            tokenizer.save_pretrained(partial / TOKENIZER)
+            streamed = isinstance(blocks["train"], IterableDataset)
+            text = json.dumps({**about, "streamed": streamed, "blocks": counts}, indent=2) + "\n"
+            (partial / ABOUT).write_text(text, encoding="utf-8")
     except Exception as error:
         raise RuntimeError(
             f"tokens_dir={str(folder)!r} was not written: the corpus could not be read to its end ({error}). "
             "The same command starts it again"
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write(path: Path, blocks: Dataset | IterableDataset) -> int:

@@ -1,7 +1,6 @@
 """Blocks of tokens that several processes stream, each its own share, and go on with at the exact token."""
 
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -9,6 +8,8 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .whole_writes import write_whole
 
 
 def share_of(documents: IterableDataset, rank: int, world_size: int) -> IterableDataset:
@@ -117,9 +118,7 @@ class _StreamPosition(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         path = position_file(checkpoint, args.process_index)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.stream.state_dict()), encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(self.stream.state_dict()))
 
 
 def position_file(checkpoint: str | Path, rank: int) -> Path:

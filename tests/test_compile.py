@@ -6,6 +6,9 @@ from conftest import BACKBONES, SPARSE, asymloop, fullloop, tokens
 from transformers import CompileConfig, StaticCache
 
 
+SMALL = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_loops": 2}
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
@@ -20,7 +23,7 @@ def compiled(model):
 @pytest.mark.parametrize(("name", "local_window"), [("llama", None), *((name, 3) for name in BACKBONES)])
 def test_a_training_step_is_one_graph(name, local_window):
     fields = {**BACKBONES[name], "output_router_logits": name in SPARSE}
-    model, input_ids = asymloop(local_window=local_window, **fields).train(), tokens(2, 9)
+    model, input_ids = asymloop(**SMALL, local_window=local_window, **fields).train(), tokens(2, 9)
     model.set_experts_implementation("batched_mm")  # Transformers 5.18 cannot compile the gradient of the default
     expected = model(input_ids, labels=input_ids, use_cache=False).loss
     expected.backward()
@@ -36,15 +39,12 @@ def test_a_training_step_is_one_graph(name, local_window):
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "local_window"), [("llama", None), ("llama", 1), *((name, 3) for name in BACKBONES)])
 def test_a_step_with_a_static_cache_is_one_graph(name, local_window):
-    model, input_ids = asymloop(local_window=local_window, **BACKBONES[name]), tokens(2, 12)
+    model, input_ids = asymloop(**SMALL, local_window=local_window, **BACKBONES[name]), tokens(2, 12)
     cache = StaticCache(model.config, max_cache_len=16)
     model(input_ids[:, :10], cache=cache)
     step = compiled(model)
     logits = [step(input_ids[:, i : i + 1], cache=cache).logits for i in (10, 11)]
     torch.testing.assert_close(torch.cat(logits, 1), model(input_ids).logits[:, 10:], rtol=1e-3, atol=1e-3)
-
-
-SMALL = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_loops": 2}
 
 
 @pytest.mark.parametrize(

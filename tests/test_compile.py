@@ -5,7 +5,6 @@ import torch
 from conftest import BACKBONES, SPARSE, asymloop, fullloop, tokens
 from transformers import CompileConfig, StaticCache
 
-
 SMALL = {"num_encoder_layers": 1, "num_decoder_layers": 1, "num_loops": 2}
 
 

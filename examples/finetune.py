@@ -10,7 +10,6 @@ folder, with zero-shot accuracies where lm-eval's tasks are named: `--tasks piqa
 import json
 import os
 from dataclasses import dataclass, field
-from math import exp
 from pathlib import Path
 
 from datasets import Dataset
@@ -24,6 +23,7 @@ from transformers import (
 
 import asymloop_hf  # noqa: F401  registers the models with the Auto classes
 from asymloop_hf.evaluation import evaluate, scores
+from asymloop_hf.perplexity import perplexity_of
 from asymloop_hf.tokenizer import load_tokenizer
 
 
@@ -92,7 +92,7 @@ def split(examples: list[dict], held_out: float, seed: int) -> tuple[list[dict],
 def measure(trainer: Trainer, checkpoint: str, args: FinetuneArguments) -> dict[str, float]:
     """The loss on what is held out and, where tasks are named, the accuracy of the checkpoint in each of them."""
     loss = trainer.evaluate()["eval_loss"]
-    values = {"held-out loss": loss, "held-out perplexity": exp(loss)}
+    values = {"held-out loss": loss, "held-out perplexity": perplexity_of(loss)}
     if args.tasks is not None and trainer.is_world_process_zero():
         (results,) = evaluate(checkpoint, args.tasks.split(","), args.data_dir, args.limit).values()
         values |= {f"{name} acc": task["acc"] for name, task in scores(results).items() if "acc" in task}

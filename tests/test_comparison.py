@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from base64 import b64decode
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -23,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from asymloop_hf import cli, comparison, comparison_data, run_pool
 from asymloop_hf.comparison import Comparison, choose_rates, compare, next_rate
 from asymloop_hf.comparison_data import prepare_data
+from asymloop_hf.comparison_report import report_page
 from asymloop_hf.comparison_results import summarise
 from asymloop_hf.comparison_run import do_run
 from asymloop_hf.perplexity import perplexity
@@ -289,6 +292,46 @@ def test_a_command_that_is_ended_leaves_no_process_behind(corpus, tmp_path, end,
         for _ in range(100):
             os.killpg(process.pid, 0)
             time.sleep(0.1)
+
+
+def test_a_run_that_diverges_is_reported_as_it_is(done, corpus, tmp_path):
+    (tmp_path / "data").symlink_to(done / "data")
+    diverged = do_run(a_comparison(tmp_path, corpus).run("full_loop", 1e30, seed=1), tmp_path)
+    assert not math.isfinite(diverged["training"]["held_out_loss"])
+    runs = [read(path) for path in done.glob("runs/*/rate-0.003-seed-0/result.json")]
+    for with_others in ([*runs, diverged], [diverged]):
+        results = read(done / "results.json") | summarise(MODELS, with_others)
+        assert re.search(r"^full_loop .* nan", results["table"], re.MULTILINE)
+        assert report_page(results).count("<section>") >= 6
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "message"),
+    [
+        (BrokenProcessPool(), ChildProcessError, "was killed, perhaps as memory ran out.*the same command goes on"),
+        (ValueError("nothing fits"), ValueError, "^runs/full_loop/rate-0.003-seed-0: nothing fits"),
+    ],
+)
+def test_a_run_that_fails_is_named(tmp_path, corpus, monkeypatch, failure, error, message):
+    class Pool:
+        def __init__(self, *args):
+            self.shutdown = lambda **options: None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            return None
+
+        def submit(self, *args):
+            future = Future()
+            future.set_exception(failure)
+            return future
+
+    monkeypatch.setattr(run_pool, "ProcessPoolExecutor", Pool)
+    run = a_comparison(tmp_path, corpus).run("full_loop", 3e-3, seed=0)
+    with pytest.raises(error, match=message):
+        list(run_pool.do_runs([run], tmp_path, 1, "Training"))
 
 
 def test_the_best_rate_is_bracketed(done, corpus, monkeypatch):

@@ -1,7 +1,9 @@
 """`asymloop eval`: lm-evaluation-harness' own numbers, at every loop count from one reading of each text."""
 
 import json
+import shutil
 
+import lm_eval
 import pytest
 import torch
 from conftest import KINDS, SIZES, tokens
@@ -9,10 +11,19 @@ from datasets import Dataset
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from small_corpus import make_documents
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from asymloop_hf.cli import main
-from asymloop_hf.evaluation import COMMONSENSE, COMMONSENSE_DATA, evaluate, local_tasks, scores, task_manager
+from asymloop_hf.evaluation import (
+    COMMONSENSE,
+    COMMONSENSE_DATA,
+    evaluate,
+    format_scores,
+    local_tasks,
+    scores,
+    task_manager,
+)
+from asymloop_hf.loop_counts_lm import LoopCountsLM
 from asymloop_hf.loop_logits import logits_by_loops
 from asymloop_hf.tokenizer import train_tokenizer
 
@@ -66,7 +77,7 @@ def question(i: int) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def data_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    for task, (dataset, split) in COMMONSENSE_DATA.items():
+    for task, (dataset, split, _) in COMMONSENSE_DATA.items():
         (folder / dataset).mkdir(parents=True)
         Dataset.from_list([question(i)[task] for i in range(6)]).to_parquet(folder / dataset / f"{split}.parquet")
     return folder
@@ -112,6 +123,64 @@ def test_every_loop_count_has_the_numbers_of_plain_lm_eval(name, checkpoints, da
     assert means["mean"]["acc_norm"] == pytest.approx(sum(with_norm) / 5)
 
 
+@pytest.fixture
+def other_tasks(tmp_path):
+    """Tasks that are not multiple-choice: one that lets the model generate, one that takes the loss of whole texts."""
+    Dataset.from_list([{"text": f"{word} {word} and {WORDS[0]}."} for word in WORDS]).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    common = {"dataset_path": "parquet", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "a.parquet")}}}
+    common |= {"test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{text}}"}
+    generation = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False}
+    metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
+    return [
+        common
+        | {"task": "says", "output_type": "generate_until", "generation_kwargs": generation, "metric_list": metrics},
+        common
+        | {
+            "task": "reads",
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "metric_list": [{"metric": "word_perplexity"}],
+        },
+    ]
+
+
+@pytest.mark.parametrize(("name", "batch_size"), [("asymloop, window of 3", "auto"), ("full loop", 3)])
+def test_generated_and_whole_texts_are_those_of_each_loop_count(name, checkpoints, other_tasks, batch_size):
+    tokenizer, counts = AutoTokenizer.from_pretrained(checkpoints / name), [1, 4]
+
+    def answers(lm) -> tuple[list, float]:
+        found = simple_evaluate(model=lm, tasks=other_tasks, task_manager=task_manager(), bootstrap_iters=0)
+        said = [sample["filtered_resps"] for sample in found["samples"]["says"]]
+        return said, found["results"]["reads"]["word_perplexity,none"]
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / name).eval()
+    lm = LoopCountsLM(model, tokenizer, counts, batch_size, device="cpu")
+    for count in counts:
+        lm.num_loops = count
+        derived = AutoModelForCausalLM.from_pretrained(checkpoints / name, num_loops=count).eval()
+        alone = HFLM(pretrained=derived, tokenizer=tokenizer, backend="causal", batch_size=3, device="cpu")
+        (said, perplexity), (said_alone, perplexity_alone) = answers(lm), answers(alone)
+        assert said == said_alone and perplexity == pytest.approx(perplexity_alone, rel=1e-4)
+
+
+def test_a_task_without_accuracies_shows_its_own_metrics():
+    row = {"alias": "wikitext", "word_perplexity,none": 31.25, "word_perplexity_stderr,none": "N/A"}
+    results = {
+        "results": {"wikitext": row, "piqa": {"acc,none": 0.5, "acc_stderr,none": 0.01, "f1,none": 1.0}},
+        "n-samples": {"wikitext": {}, "piqa": {}},
+    }
+    assert scores(results) == {
+        "wikitext": {"word_perplexity": 31.25, "word_perplexity_stderr": "N/A"},
+        "piqa": {"acc": 0.5, "acc_stderr": 0.01},
+        "mean": {"acc": 0.5},
+    }
+    rows = [line.split() for line in format_scores({1: results, 2: results}).splitlines()]
+    assert ["wikitext", "word_perplexity", "31.25", "31.25"] in rows
+    assert ["piqa", "acc", *["50.0", "±", "1.0"] * 2] in rows
+
+
 def test_a_model_without_loops(checkpoints, data_dir):
     results = evaluate(str(checkpoints / "llama"), ["piqa", "hellaswag"], data_dir, limit=4, device="cpu")
     assert list(results) == [None]
@@ -128,7 +197,7 @@ def test_the_command_prints_a_table_and_writes_the_results(checkpoints, data_dir
     command += ["--tasks", "piqa,arc_easy", "--num-loops", "1,3", "--output", str(tmp_path / "results.json")]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.split() == ["%", "1", "loop", "3", "loops"] for line in lines)
+    assert any(line.split() == ["accuracy", "in", "%", "1", "loop", "3", "loops"] for line in lines)
     written = json.loads((tmp_path / "results.json").read_text())
     assert written["3"]["scores"]["piqa"]["acc"] == written["3"]["lm_eval"]["results"]["piqa"]["acc,none"]
     assert main(command) == 2
@@ -138,7 +207,7 @@ def test_the_command_prints_a_table_and_writes_the_results(checkpoints, data_dir
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tasks", "piqa,pika"], "tasks=['pika'] is not allowed: lm-eval has no such tasks"),
+        (["--tasks", "piqa, pika"], "tasks=['pika'] is not allowed: lm-eval has no such tasks"),
         (["--data-dir", "nowhere"], "data_dir='nowhere' lacks the task 'openbookqa': there is no file"),
         (["--tasks", "lambada_openai", "--data-dir", "."], "tasks='lambada_openai' is not allowed with data_dir"),
         (["--num-loops", "2,2"], "num_loops=[2, 2] is not allowed"),
@@ -149,6 +218,46 @@ def test_what_cannot_be_is_said(options, message, checkpoints, capsys, monkeypat
     monkeypatch.chdir(tmp_path)
     assert main(["eval", str(checkpoints / "asymloop"), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_data_of_something_else_are_named(checkpoints, data_dir, tmp_path):
+    files = {name: tmp_path / folder / f"{split}.parquet" for name, (folder, split, _) in COMMONSENSE_DATA.items()}
+    for file in files.values():
+        file.parent.mkdir(parents=True)
+    whole = (data_dir / files["piqa"].relative_to(tmp_path)).read_bytes()
+    files["piqa"].write_bytes(whole[: len(whole) // 2])
+    Dataset.from_dict({"goal": ["a"], "label": [0]}).to_parquet(files["hellaswag"])
+    with pytest.raises(ValueError, match=r"validation.parquet' of the task 'piqa' is not a whole parquet file"):
+        evaluate(str(checkpoints / "asymloop"), ["piqa"], tmp_path)
+    with pytest.raises(
+        ValueError, match="'hellaswag' lacks the columns activity_label, ctx_a, ctx_b, endings; it has goal"
+    ):
+        evaluate(str(checkpoints / "asymloop"), ["hellaswag"], tmp_path)
+
+
+def test_a_hub_that_does_not_answer(checkpoints, monkeypatch):
+    def offline(**options):
+        raise ConnectionError("Couldn't reach 'baber/piqa' on the Hub")
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", offline)
+    with pytest.raises(
+        ConnectionError, match="Couldn't reach 'baber/piqa' on the Hub. Without a network, data_dir has"
+    ):
+        evaluate(str(checkpoints / "asymloop"), ["piqa"], device="cpu")
+
+
+def test_weights_that_are_cut_off_or_missing(checkpoints, data_dir, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoints / "asymloop", broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(
+        ValueError, match=r"broken' is not allowed: its weights cannot be read \(Error while deserializing"
+    ):
+        evaluate(str(broken), ["piqa"], data_dir)
+    weights.unlink()
+    with pytest.raises(ValueError, match="broken' is not allowed: its weights cannot be read .*no file named"):
+        evaluate(str(broken), ["piqa"], data_dir)
 
 
 def test_loops_of_a_llama_and_a_tokenizer_that_does_not_fit_are_refused(checkpoints, data_dir, tmp_path):

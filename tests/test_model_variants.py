@@ -60,7 +60,12 @@ def test_a_name_sets_fields(name, fields):
         ("asymloop+", "'' in 'asymloop[+]' is not allowed"),
         ("asymloop+wide", "'wide' in 'asymloop[+]wide' is not allowed: it must be llr, window"),
         ("asymloop+num_layers=3", "'num_layers=3' in .* with a field of AsymLoopConfig"),
-        ("full_loop+window", "'window' in 'full_loop[+]window' is not allowed"),
+        ("full_loop+window", "'window' in 'full_loop[+]window' is not allowed: it must be llr or FIELD=VALUE"),
+        (
+            "asymloop+dtype=half",
+            "'dtype=half' in .* with a field of AsymLoopConfig that is of the model, not of the data",
+        ),
+        ("llama+vocab_size=512", "'vocab_size=512' in"),
         ("asymloop+num_loops=", "'num_loops=' in"),
         ("asymloop+num_loops=2+num_loops=3", "'num_loops=3' in .* once each"),
         ("asymloop+llr+llr", "'llr' in"),

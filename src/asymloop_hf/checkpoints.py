@@ -1,6 +1,7 @@
 """A checkpoint as a model with its tokenizer, after a check that they belong together."""
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .tokenizer import load_tokenizer
@@ -32,14 +33,18 @@ def load_checkpoint(checkpoint: str, device: str | None = None) -> tuple[PreTrai
 
     Raises:
         `FileNotFoundError`: there is no such checkpoint.
-        `ValueError`: it has no tokenizer, or one with more tokens than the model; there is no such device.
+        `ValueError`: it has no tokenizer, or one with more tokens than the model; its weights are missing or cut off;
+            there is no such device.
     """
     _check_device(device)
     config = checkpoint_config(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"vocab_size={config.vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens.")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").eval()
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"checkpoint={checkpoint!r} is not allowed: its weights cannot be read ({error}).") from error
     return model if device is None else model.to(device), tokenizer
 
 

@@ -1,6 +1,7 @@
 """Options that several subcommands have, and how their values are read."""
 
 import argparse
+import tempfile
 from pathlib import Path
 
 
@@ -25,9 +26,17 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def check_new_file(output: Path | None) -> None:
     """
     Raises:
-        `ValueError`: the file exists, or its folder does not.
+        `ValueError`: the file exists, or its folder does not, or nothing can be written there.
     """
-    if output is not None and output.exists():
+    if output is None:
+        return
+    if output.exists():
         raise ValueError(f"output={str(output)!r} is not allowed: the file exists.")
-    if output is not None and not output.parent.is_dir():
+    if not output.parent.is_dir():
         raise ValueError(f"output={str(output)!r} is not allowed: its folder must exist.")
+    try:
+        tempfile.TemporaryFile(dir=output.parent).close()
+    except OSError as error:
+        raise ValueError(
+            f"output={str(output)!r} is not allowed: its folder cannot be written to ({error})."
+        ) from error

@@ -4,6 +4,7 @@ import base64
 import io
 import math
 import re
+from collections.abc import Iterable
 from html import escape
 
 import numpy as np
@@ -13,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from .comparison_results import COLUMNS, perplexities
 from .layerwise_table import Row
+from .perplexity import perplexity_of
 from .spectra import draw_heat_maps
 
 STYLE = """
@@ -176,6 +178,11 @@ def _final(models: dict, colors: dict) -> Figure:
     return figure
 
 
+def _finite(values: Iterable[float]) -> list[float]:
+    """Without those of runs that have diverged, for the limits of axes."""
+    return [value for value in values if math.isfinite(value)]
+
+
 def _legend(figure: Figure, axes) -> None:
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
 
@@ -186,11 +193,10 @@ def _curves(models: dict, colors: dict) -> Figure:
     for model, summary in models.items():
         training.plot(*zip(*summary["train_losses"], strict=True), color=colors[model], label=model, linewidth=1)
         held_out.plot(*zip(*summary["held_out_losses"], strict=True), ".-", color=colors[model])
-    lowest = min(loss for summary in models.values() for _, loss in summary["held_out_losses"])
-    highest = max(summary["held_out_losses"][0][1] for summary in models.values())
-    training.set(
-        xlabel="step", ylabel="cross-entropy (nats per token)", title="training", ylim=(lowest - 0.2, highest + 0.5)
-    )
+    training.set(xlabel="step", ylabel="cross-entropy (nats per token)", title="training")
+    if lowest := _finite(loss for summary in models.values() for _, loss in summary["held_out_losses"]):
+        highest = _finite(summary["held_out_losses"][0][1] for summary in models.values())
+        training.set_ylim(min(lowest) - 0.2, max(highest, default=max(lowest)) + 0.5)
     held_out.set(xlabel="step", title="held out")
     for axes in (training, held_out):
         axes.grid(alpha=0.3)
@@ -202,12 +208,13 @@ def _by_loops(models: dict, colors: dict) -> Figure:
     figure = Figure(figsize=(11, 5 + 0.1 * len(models)), layout="constrained")
     axes = figure.add_subplot(xlabel="loops", ylabel="held-out perplexity", yscale="log")
     for model, summary in models.items():
-        points = {int(count): math.exp(loss) for count, loss in summary["loss_by_loops"].items()}
+        points = {int(count): perplexity_of(loss) for count, loss in summary["loss_by_loops"].items()}
         axes.plot(points.keys(), points.values(), ".-", color=colors[model], label=model)
         trained = summary["trained_loops"]
         axes.plot(trained, points[trained], "o", markersize=11, markerfacecolor="none", color=colors[model])
-    worst = max(summary["loss_by_loops"][str(summary["trained_loops"])] for summary in models.values())
-    axes.set_ylim(top=3 * math.exp(worst))  # far from the trained number, some models know nothing
+    trained = (summary["loss_by_loops"][str(summary["trained_loops"])] for summary in models.values())
+    if trained := _finite(map(perplexity_of, trained)):
+        axes.set_ylim(top=3 * max(trained))  # far from the trained number, some models know nothing
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3, which="both")
     _legend(figure, axes)
@@ -252,7 +259,7 @@ def _shares(models: dict, colors: dict) -> Figure | None:
 def _alphas(models: dict) -> Figure:
     """A map for each model: layers down, matrices across."""
     places = {model: {_place(name): alpha for name, alpha in s["alphas"].items()} for model, s in models.items()}
-    alphas = [alpha for found in places.values() for alpha in found.values()]
+    alphas = _finite(alpha for found in places.values() for alpha in found.values()) or [0.0]
     matrices = list(dict.fromkeys(matrix for found in places.values() for _, matrix in found))
     layers = {model: list(dict.fromkeys(layer for layer, _ in found)) for model, found in places.items()}
     num_rows = math.ceil(len(models) / 3)

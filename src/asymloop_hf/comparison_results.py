@@ -2,7 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import mean, stdev
+
+import numpy as np
+
+from .perplexity import perplexity_of
 
 
 def summarise(models: Sequence[str], runs: Sequence[dict]) -> dict:
@@ -66,12 +69,12 @@ def _losses(measured: dict[str, dict]) -> dict[str, float]:
 
 
 def _mean_by_key(found: list[dict[str, float]]) -> dict[str, float]:
-    return {key: mean(values[key] for values in found) for key in found[0] if all(key in values for values in found)}
+    return {key: mean([values[key] for values in found]) for key in found[0] if all(key in values for values in found)}
 
 
 def _mean_curve(curves: list[list]) -> list[list]:
     """The mean of curves of pairs `[step, loss]` over the same steps."""
-    return [[points[0][0], mean(loss for _, loss in points)] for points in zip(*curves, strict=True)]
+    return [[points[0][0], mean([loss for _, loss in points])] for points in zip(*curves, strict=True)]
 
 
 def _mean_share(shares: list) -> list[list[float]] | None:
@@ -89,6 +92,14 @@ def _differences(summary: dict, other: dict) -> list[list]:
     return [[seed, loss - losses[seed]] for seed, loss in own if seed in losses]
 
 
+def mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+def stdev(values: Sequence[float]) -> float:
+    return float(np.std(values, ddof=1))
+
+
 def spread(values: Sequence[float], show: Callable[[float], str] = "{:.3f}".format) -> str:
     """Mean and standard deviation; of one value the value."""
     return f"{show(mean(values))} ± {show(stdev(values))}" if len(values) > 1 else show(mean(values))
@@ -103,7 +114,7 @@ def difference(summary: dict) -> str:
 
 
 def perplexities(summary: dict) -> list[float]:
-    return [math.exp(loss) for loss in summary["losses"]]
+    return [perplexity_of(loss) for loss in summary["losses"]]
 
 
 COLUMNS = {

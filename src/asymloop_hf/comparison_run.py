@@ -116,7 +116,14 @@ def measure(model, documents: Sequence[Sequence[int]]) -> dict:
 
 
 def alphas(model) -> dict[str, float]:
-    """The [`heavy_tail_alpha`] of each weight matrix that has one, of a batch of matrices their mean."""
-    matrices = [group for group in layer_groups(model, 0.0, 1.0) if group["kind"] == "matrix"]
-    found = {group["name"]: heavy_tail_alpha(group["params"][0]).mean().item() for group in matrices}
-    return {name: alpha for name, alpha in found.items() if not math.isnan(alpha)}
+    """
+    The [`heavy_tail_alpha`] of each weight matrix, of a batch of matrices their mean; `nan` where there is none, as in
+    a model that has diverged.
+    """
+    weights = {
+        group["name"]: group["params"][0] for group in layer_groups(model, 0.0, 1.0) if group["kind"] == "matrix"
+    }
+    return {
+        name: heavy_tail_alpha(weight).mean().item() if weight.isfinite().all() else math.nan
+        for name, weight in weights.items()
+    }

@@ -103,7 +103,17 @@ def load_documents(name: str, *, text_column: str = "text") -> Iterator[dict]:
         FileNotFoundError, ValueError: as [`load_corpus`] for a corpus that cannot be read.
     """
     documents = _only_text(_open(name, streaming=None), text_column, name)
-    return (row for row in documents if not _is_blank(row["text"]))
+    return _without_blank(documents, name)
+
+
+def _without_blank(documents: Iterable[dict], name: str) -> Iterator[dict]:
+    is_empty = True
+    for row in documents:
+        if not _is_blank(row["text"]):
+            is_empty = False
+            yield row
+    if is_empty:
+        raise ValueError(f"{ALL_BLANK}: {name!r}")
 
 
 def installed_docs(paths: Iterable[str | os.PathLike] | None = None) -> Dataset:

@@ -6,23 +6,26 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
+from pyarrow import ArrowInvalid, parquet
+
 from .checkpoints import checkpoint_config, load_checkpoint
 from .command_options import add_device, add_loop_counts, check_new_file, positive_int
 from .loop_logits import LOOPED
+from .whole_writes import write_whole
 
 TASKS_FOLDER = Path(__file__).with_name("lm_eval_tasks")
 COMMONSENSE = "asymloop_commonsense"
-# The tasks of that group, with the folder in `data_dir` and the split that their questions are in.
+# The tasks of that group, with the folder in `data_dir`, the split and the columns that their questions are in.
 COMMONSENSE_DATA = {
-    "openbookqa": ("openbookqa/main", "test"),
-    "winogrande": ("winogrande/winogrande_xl", "validation"),
-    "arc_challenge": ("ai2_arc/ARC-Challenge", "test"),
-    "arc_easy": ("ai2_arc/ARC-Easy", "test"),
-    "hellaswag": ("hellaswag/default", "validation"),
-    "social_iqa": ("social_i_qa/default", "validation"),
-    "piqa": ("piqa/plain_text", "validation"),
+    "openbookqa": ("openbookqa/main", "test", "question_stem choices answerKey"),
+    "winogrande": ("winogrande/winogrande_xl", "validation", "sentence option1 option2 answer"),
+    "arc_challenge": ("ai2_arc/ARC-Challenge", "test", "question choices answerKey"),
+    "arc_easy": ("ai2_arc/ARC-Easy", "test", "question choices answerKey"),
+    "hellaswag": ("hellaswag/default", "validation", "activity_label ctx_a ctx_b endings label"),
+    "social_iqa": ("social_i_qa/default", "validation", "context question answerA answerB answerC label"),
+    "piqa": ("piqa/plain_text", "validation", "goal sol1 sol2 label"),
 }
-METRICS = ("acc", "acc_norm")
+ACCURACIES = ("acc", "acc_norm")
 
 
 def evaluate(
@@ -49,24 +52,30 @@ def evaluate(
         By loop count (`None` for a model without loops) what `lm_eval.simple_evaluate` returns.
 
     Raises:
-        `ValueError`: unknown tasks, a task whose data are not in `data_dir`, loop counts that are not positive or
-            given for a model without loops, no tokenizer, or one with more tokens than the model.
+        `ValueError`: unknown tasks, a task whose data are not in `data_dir` or are of something else, loop counts that
+            are not positive or given for a model without loops, no tokenizer, or one with more tokens than the model.
+        `ConnectionError`: the hub does not answer.
     """
     from lm_eval import simple_evaluate
 
     manager = task_manager()
-    names = [name for task in tasks or [COMMONSENSE] for name in (COMMONSENSE_DATA if task == COMMONSENSE else [task])]
-    unknown = [name for name in names if name not in manager.all_tasks]
+    wanted = [
+        name for task in tasks or [COMMONSENSE] for name in (COMMONSENSE_DATA if task == COMMONSENSE else [task])
+    ]
+    unknown = [name for name in wanted if name not in manager.all_tasks]
     if unknown:
         raise ValueError(f"tasks={unknown} is not allowed: lm-eval has no such tasks or groups.")
-    specs = names if data_dir is None else [local_tasks(names, data_dir)]
+    specs = wanted if data_dir is None else [local_tasks(wanted, data_dir)]
     lm, counts = load_lm(checkpoint, loop_counts, batch_size, device)
     results = {}
     for count in counts:
         lm.num_loops = count
-        results[count] = simple_evaluate(
-            model=lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit, log_samples=False
-        )
+        try:
+            results[count] = simple_evaluate(
+                model=lm, tasks=specs, task_manager=manager, num_fewshot=0, limit=limit, log_samples=False
+            )
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}. Without a network, data_dir has the commonsense tasks.") from error
     return results
 
 
@@ -87,10 +96,21 @@ def local_task(name: str, data_dir: Path) -> dict:
     """What is different in the definition of a task that reads from `data_dir`."""
     if name not in COMMONSENSE_DATA:
         raise ValueError(f"tasks={name!r} is not allowed with data_dir: it must be one of {tuple(COMMONSENSE_DATA)}.")
-    folder, split = COMMONSENSE_DATA[name]
+    folder, split, columns = COMMONSENSE_DATA[name]
     file = data_dir / folder / f"{split}.parquet"
     if not file.is_file():
         raise ValueError(f"data_dir={str(data_dir)!r} lacks the task {name!r}: there is no file {str(file)!r}.")
+    try:
+        found = parquet.read_schema(file).names
+    except (ArrowInvalid, OSError) as error:
+        raise ValueError(
+            f"data_dir: {str(file)!r} of the task {name!r} is not a whole parquet file: {error}"
+        ) from error
+    if lacking := [column for column in columns.split() if column not in found]:
+        raise ValueError(
+            f"data_dir: {str(file)!r} of the task {name!r} lacks the columns {', '.join(lacking)}; it has "
+            f"{', '.join(found)}."
+        )
     return {
         "task": name,
         "dataset_path": "parquet",
@@ -121,35 +141,48 @@ def load_lm(checkpoint: str, loop_counts: list[int] | None, batch_size: int | No
 
 
 def scores(results: dict) -> dict[str, dict[str, float]]:
-    """The metrics of each task and their unweighted means over the tasks that have them, from lm-eval's results."""
-    tasks = {
-        name: {metric: row[f"{metric},none"] for metric in METRICS if f"{metric},none" in row}
-        | {f"{metric}_stderr": row[f"{metric}_stderr,none"] for metric in METRICS if f"{metric},none" in row}
-        for name, row in ((name, results["results"][name]) for name in results["n-samples"])
-    }
+    """
+    From lm-eval's results the accuracies of each task, or where a task has none all its metrics, with their standard
+    errors; and the unweighted means of the accuracies over the tasks that have them.
+    """
+    tasks = {name: task_scores(results["results"][name]) for name in results["n-samples"]}
     means = {}
-    for metric in METRICS:
+    for metric in ACCURACIES:
         values = [task[metric] for task in tasks.values() if metric in task]
         if values:
             means[metric] = mean(values)
-    return {**tasks, "mean": means}
+    return tasks | ({"mean": means} if means else {})
+
+
+def task_scores(row: dict) -> dict[str, float]:
+    """The values of a row of lm-eval's results: `acc,none` is `acc` here, `acc_stderr,none` is `acc_stderr`."""
+    found = {key.removesuffix(",none"): value for key, value in row.items() if "," in key}
+    accuracies = [name for accuracy in ACCURACIES for name in (accuracy, f"{accuracy}_stderr")]
+    return {name: found[name] for name in accuracies if name in found} or found
 
 
 def format_scores(by_count: dict[int | None, dict]) -> str:
-    """A table in percent: a row for each task and metric, a column for each loop count."""
+    """A table: a row for each task and metric, a column for each loop count; accuracies in percent."""
     columns = [scores(results) for results in by_count.values()]
     heads = ["" if count is None else f"{count} loop{'s' if count > 1 else ''}" for count in by_count]
-    lines = [f"{'%':<28}" + "".join(f"{head:>16}" for head in heads)]
-    for task in columns[0]:
-        for metric in METRICS:
-            if metric in columns[0][task]:
-                cells = [percent(column[task][metric], column[task].get(f"{metric}_stderr")) for column in columns]
-                lines.append(f"{task:<18}{metric:<10}" + "".join(f"{cell:>16}" for cell in cells))
-    return "\n".join(lines)
+    rows = [["accuracy in %", "", *heads]]
+    for task, values in columns[0].items():
+        for metric in values:
+            if "_stderr" not in metric:
+                rows.append([task, metric, *(format_score(metric, column[task]) for column in columns)])
+    widths = [max(18, *(len(row[0]) + 2 for row in rows)), max(10, *(len(row[1]) for row in rows))]
+    return "\n".join(
+        f"{task:<{widths[0]}}{metric:<{widths[1]}}" + "".join(f"{cell:>16}" for cell in cells)
+        for task, metric, *cells in rows
+    )
 
 
-def percent(share: float, stderr: float | str | None) -> str:
-    return f"{100 * share:.1f}" + (f" ± {100 * stderr:.1f}" if isinstance(stderr, float) else "")
+def format_score(metric: str, values: dict[str, float]) -> str:
+    value = values[metric]
+    if metric not in ACCURACIES:
+        return f"{value:.4g}"
+    stderr = values.get(f"{metric}_stderr")
+    return f"{100 * value:.1f}" + (f" ± {100 * stderr:.1f}" if isinstance(stderr, float) else "")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -168,14 +201,18 @@ def run(arguments: argparse.Namespace) -> None:
     print(format_scores(results))
     if output is not None:
         written = {str(count): {"scores": scores(result), "lm_eval": result} for count, result in results.items()}
-        output.write_text(json.dumps(written, indent=2, default=str), encoding="utf-8")
+        write_whole(output, json.dumps(written, indent=2, default=str))
+
+
+def names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     """Add `asymloop eval` to the console command."""
     parser = commands.add_parser("eval", help="zero-shot accuracy on the seven commonsense tasks, or on others")
     parser.add_argument("checkpoint", help="a folder or hub name")
-    parser.add_argument("--tasks", type=lambda text: text.split(","), help=f"of lm-eval (default: {COMMONSENSE})")
+    parser.add_argument("--tasks", type=names, help=f"of lm-eval (default: {COMMONSENSE})")
     parser.add_argument("--data-dir", type=Path, help="a folder <dataset>/<config>/<split>.parquet, for no network")
     parser.add_argument("--limit", type=positive_int, help="questions of each task (default: all)")
     add_loop_counts(parser)

@@ -12,7 +12,8 @@ Request = tuple[tuple[str, str], list[int], list[int]]
 
 class LoopCountsLM(HFLM):
     """
-    An `HFLM` that answers at `num_loops` loops, and reads each text once for all of `loop_counts`.
+    An `HFLM` that answers at `num_loops` loops, and reads each text once for all of `loop_counts`. What it generates,
+    it generates at each count anew.
 
     Args:
         model, tokenizer: a looped causal language model and its tokenizer.
@@ -40,7 +41,8 @@ class LoopCountsLM(HFLM):
         if key not in self._answers:
             # Sorted by their tokens, the copies of a request stay side by side, and so fill whole batches.
             copies = [request for request in requests for _ in self.loop_counts]
-            answers = super()._loglikelihood_tokens(copies, disable_tqdm, override_bs)
+            rows = override_bs and override_bs * len(self.loop_counts)
+            answers = super()._loglikelihood_tokens(copies, disable_tqdm, rows)
             by_count = (answers[i :: len(self.loop_counts)] for i in range(len(self.loop_counts)))
             self._answers[key] = dict(zip(self.loop_counts, by_count, strict=True))
         return self._answers[key][self.num_loops]
@@ -48,3 +50,6 @@ class LoopCountsLM(HFLM):
     def _model_call(self, inps: torch.LongTensor, attn_mask=None, labels=None) -> torch.Tensor:
         texts = inps[:: len(self.loop_counts)]
         return torch.stack(logits_by_loops(self.model, texts, self.loop_counts), dim=1).flatten(0, 1)
+
+    def _model_generate(self, *args, **options) -> torch.Tensor:
+        return super()._model_generate(*args, num_loops=self.num_loops, **options)

@@ -3,6 +3,8 @@
 import ast
 from dataclasses import dataclass, field, fields
 
+from transformers import PreTrainedConfig
+
 from .modeling import AsymLoopConfig, FullLoopConfig
 from .sizes import Size
 
@@ -10,6 +12,8 @@ KINDS = ("asymloop", "full_loop", "llama")
 LAYERWISE_LR = "llr"
 WINDOW = "window"  # short for local_window, of 16 unless a number is given
 DEFAULT_WINDOW = 16
+# By all models of a comparison, as they read the same data.
+SHARED = {"vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ def parse_variant(name: str) -> ModelVariant:
     if kind not in KINDS:
         raise ValueError(f"models: {name!r} is not allowed: it must start with one of {', '.join(KINDS)}.")
     config_class = AsymLoopConfig if kind == "asymloop" else FullLoopConfig
-    known = {field.name for field in fields(config_class)}
+    known = (
+        {field.name for field in fields(config_class)} - {field.name for field in fields(PreTrainedConfig)} - SHARED
+    )
     layerwise_lr, values = False, {}
     for part in parts:
         key, has_value, text = part.partition("=")
@@ -70,9 +76,11 @@ def parse_variant(name: str) -> ModelVariant:
         if key == WINDOW:
             key, text = "local_window", text if has_value else str(DEFAULT_WINDOW)
         if key not in known or key in values or not text:
+            window = f", {WINDOW}[=WIDTH]" if "local_window" in known else ""
             raise ValueError(
-                f"models: {part!r} in {name!r} is not allowed: it must be {LAYERWISE_LR}, {WINDOW}[=WIDTH] or "
-                f"FIELD=VALUE, once each, with a field of {config_class.__name__}."
+                f"models: {part!r} in {name!r} is not allowed: it must be {LAYERWISE_LR}{window} or FIELD=VALUE, once "
+                f"each, with a field of {config_class.__name__} that is of the model, not of the data: "
+                f"{', '.join(sorted(known))}."
             )
         values[key] = _literal(text)
     return ModelVariant(name, kind, layerwise_lr, values)

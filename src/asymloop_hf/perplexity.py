@@ -118,7 +118,9 @@ def perplexity(
                     totals[count].add(window, of_tokens)
             bar.update(len(batch))
     if not any(length > 1 for length in lengths):
-        raise ValueError(f"documents: none of the {len(lengths)} has two tokens, of which the second is predicted.")
+        raise ValueError(
+            f"documents: {len(lengths)} were read, and none has two tokens, of which the second is predicted."
+        )
     return {count: total.result(len(lengths)) for count, total in totals.items()}
 
 
@@ -186,10 +188,18 @@ class _Totals:
         return Perplexity(
             tokens=tokens,
             loss=total / tokens,
-            perplexity=math.exp(total / tokens),
+            perplexity=perplexity_of(total / tokens),
             documents=[_mean(*self.documents.get(number, (0, 0.0))) for number in range(num_documents)],
             positions={start: _mean(*self.positions[start]) for start in sorted(self.positions)},
         )
+
+
+def perplexity_of(loss: float) -> float:
+    """`exp(loss)`; infinite where that is more than a float can hold."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def _bucket(position: int) -> tuple[int, int]:

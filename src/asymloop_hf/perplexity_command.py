@@ -13,6 +13,7 @@ from .command_options import add_device, add_loop_counts, check_new_file, positi
 from .corpus import load_corpus, load_documents
 from .packing import tokenize_documents
 from .perplexity import Perplexity, perplexity
+from .whole_writes import write_whole
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -29,7 +30,7 @@ def measure(arguments: argparse.Namespace) -> None:
     print(format_perplexity(found))
     if arguments.output is not None:
         written = {str(count): asdict(measured) for count, measured in found.items()}
-        arguments.output.write_text(json.dumps(written, indent=2), encoding="utf-8")
+        write_whole(arguments.output, json.dumps(written, indent=2))
 
 
 def format_perplexity(found: dict[int, Perplexity]) -> str:

@@ -5,7 +5,9 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import datasets
@@ -36,6 +38,10 @@ def do_runs(plan: Sequence[ComparisonRun], output: Path, processes: int, title: 
         output: the folder of the comparison, with its data.
         processes: that work at once, each on a GPU of its own or on its share of the cores.
         title: of the progress bar.
+
+    Raises:
+        `ChildProcessError`: a process was killed, as happens where memory runs out.
+        `ValueError`: a run failed; the message says which.
     """
     found = {run: finished(run, output) for run in plan}
     done = [result for result in found.values() if result is not None]
@@ -60,7 +66,7 @@ def do_runs(plan: Sequence[ComparisonRun], output: Path, processes: int, title: 
         try:
             futures = {pool.submit(do_run, run, output, [Progress()]): run for run in left}
             for future in as_completed(futures):
-                done.append(future.result())
+                done.append(_result(future, futures[future]))
                 bar.write(f"{futures[future].folder}: held-out loss {done[-1]['training']['held_out_loss']:.4f}")
                 yield list(done)
         except BaseException:
@@ -73,15 +79,34 @@ def do_runs(plan: Sequence[ComparisonRun], output: Path, processes: int, title: 
             reader.join()
 
 
+def _result(future: Future, run: ComparisonRun) -> dict:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise ChildProcessError(
+            "a process of the comparison was killed, perhaps as memory ran out: with fewer processes each has more. "
+            "Finished runs are kept; the same command goes on."
+        ) from error
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{run.folder}: {error}") from error
+
+
 def _start_worker(numbers, queue, threads: int) -> None:
     global _steps_done
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _steps_done = queue
     tqdm.set_lock(threading.RLock())  # by default a semaphore, which a worker that is ended leaves behind
     if gpus := torch.cuda.device_count():
         torch.cuda.set_device(numbers.get() % gpus)
     torch.set_num_threads(threads)
     datasets.disable_progress_bars()
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its workers; their runs are resumed by whoever does them next."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _show_progress(queue, bar: tqdm) -> None:
@@ -93,12 +118,7 @@ class Progress(TrainerCallback):
     """Tells the parent of each step."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._tell(state.global_step)
+        _steps_done.put(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._tell(1)
-
-    def _tell(self, steps: int) -> None:
-        if not multiprocessing.parent_process().is_alive():
-            os._exit(1)  # killed, it cannot end its workers; the run is resumed by whoever does it next
-        _steps_done.put(steps)
+        _steps_done.put(1)

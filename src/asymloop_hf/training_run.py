@@ -25,6 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .layerwise_lr import HeavyTailLRCallback
 from .layerwise_table import rows
+from .perplexity import perplexity_of
 
 HELD_OUT_POINTS = 5  # evaluations along a run
 TRAIN_POINTS = 50  # training losses along a run
@@ -129,7 +130,7 @@ def train(
         "tokens": training.steps * training.batch_size * len(blocks["train"][0]["input_ids"]),
         "seconds_per_step": median(clock.seconds) if clock.seconds else None,
         "held_out_loss": held_out_losses[training.steps],
-        "perplexity": math.exp(held_out_losses[training.steps]),
+        "perplexity": perplexity_of(held_out_losses[training.steps]),
         "train_losses": [[entry["step"], entry["loss"]] for entry in history if "loss" in entry],
         "held_out_losses": [list(point) for point in held_out_losses.items()],
         "layer_rates": rows(history),

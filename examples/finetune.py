@@ -14,17 +14,17 @@ from pathlib import Path
 
 from datasets import Dataset
 from transformers import (
-    AutoModelForCausalLM,
     DataCollatorForSeq2Seq,
     HfArgumentParser,
     Trainer,
     TrainingArguments,
 )
 
-import asymloop_hf  # noqa: F401  registers the models with the Auto classes
+from asymloop_hf.checkpoints import load_checkpoint
+from asymloop_hf.command_options import errors_in_a_line
 from asymloop_hf.evaluation import evaluate, scores
 from asymloop_hf.perplexity import perplexity_of
-from asymloop_hf.tokenizer import load_tokenizer
+from asymloop_hf.token_weighted_loss import token_losses, token_weighted_loss
 
 
 @dataclass
@@ -43,6 +43,8 @@ class FinetuneArguments:
 def read_examples(path: str) -> list[dict]:
     """The lines of a jsonl file; a ValueError names the first that is not a prompt with a completion."""
     examples = []
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"data={path!r} is not a file")
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -109,18 +111,18 @@ def main():
     args, training = HfArgumentParser((FinetuneArguments, TrainingArguments)).parse_args_into_dataclasses()
     if os.path.isdir(training.output_dir) and os.listdir(training.output_dir):
         raise FileExistsError(f"output_dir={training.output_dir!r} holds another run: choose a new or an empty folder")
+    if training.resume_from_checkpoint is not None:
+        raise ValueError("resume_from_checkpoint is not allowed: fine-tuning starts anew, in a new folder")
+    if args.limit is not None and args.limit < 1:
+        raise ValueError(f"limit={args.limit} is not allowed: it must be a positive integer")
     examples = read_examples(args.data)
     train, held_out = split(examples, args.held_out, training.seed)
     if args.tasks is None and (args.data_dir is not None or args.limit is not None):
         raise ValueError(f"data_dir={args.data_dir} and limit={args.limit} are for tasks, and tasks=None")
-    tokenizer = load_tokenizer(args.checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(args.checkpoint)
-    config = model.config
-    if len(tokenizer) > config.vocab_size:
-        raise ValueError(f"vocab_size={config.vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens")
+    model, tokenizer = load_checkpoint(args.checkpoint)
 
     def encoded(rows: list[dict]) -> Dataset:
-        return Dataset.from_list([encode(row, tokenizer, config.max_position_embeddings) for row in rows])
+        return Dataset.from_list([encode(row, tokenizer, model.config.max_position_embeddings) for row in rows])
 
     trainer = Trainer(
         model=model,
@@ -129,6 +131,8 @@ def main():
         eval_dataset=encoded(held_out),
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
+        compute_metrics=token_weighted_loss,
+        preprocess_logits_for_metrics=token_losses,
     )
     before = measure(trainer, args.checkpoint, args)
     trainer.train()
@@ -141,4 +145,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with errors_in_a_line("finetune.py"):
+        main()

@@ -17,14 +17,16 @@ intermediate_size=344,num_attention_heads=4,vocab_size=4096
 docs/pretraining.md has more.
 """
 
-import ast
 import json
+import logging
+import math
 import sys
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
@@ -34,20 +36,27 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from asymloop_hf import AsymLoopConfig
 from asymloop_hf.budget import budget
+from asymloop_hf.command_options import errors_in_a_line
 from asymloop_hf.corpus import load_corpus
 from asymloop_hf.layerwise_lr import HeavyTailLRCallback
 from asymloop_hf.modeling.configuration_asymloop import PRESETS
+from asymloop_hf.modeling.configuration_looped import require
 from asymloop_hf.packing import pack
-from asymloop_hf.recipe import expand_recipe
+from asymloop_hf.recipe import expand_recipe, model_config
 from asymloop_hf.throughput import ThroughputCallback, peak_flops
-from asymloop_hf.token_folder import load_tokens, save_tokens
+from asymloop_hf.token_folder import load_tokens, lock_of, save_tokens
 from asymloop_hf.token_stream import StreamTrainer, TokenStream, position_file, share_of
+from asymloop_hf.token_weighted_loss import token_losses, token_weighted_loss
 from asymloop_hf.tokenizer import load_tokenizer, train_tokenizer
 from asymloop_hf.training_run import whole_checkpoints
 from asymloop_hf.whole_writes import write_whole
+
+logger = logging.getLogger(__name__)
+RUN = "run.json"
+FINGERPRINT_BLOCKS = 100
 
 
 @dataclass
@@ -89,25 +98,16 @@ class PretrainArguments:
         default=100, metadata={"help": "Steps between updates of the rates, in the first fifth of the run."}
     )
 
+    def __post_init__(self):
+        for name in ("block_size", "layerwise_every", "layerwise_max_ratio"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(self.peak_flops is None or self.peak_flops > 0, "peak_flops", self.peak_flops, "above 0")
+
 
 def parse_arguments(arguments: list[str]) -> tuple[PretrainArguments, TrainingArguments]:
     """The settings of a command line, which may begin with a recipe."""
     parser = HfArgumentParser((PretrainArguments, TrainingArguments))
     return parser.parse_args_into_dataclasses(expand_recipe(arguments, parser))
-
-
-def parse_overrides(text: str) -> dict:
-    """`num_loops=5,local_window=None,decoder_init=embedding` as a dictionary; the values are Python literals."""
-    try:
-        call = ast.parse(f"dict({text})", mode="eval").body
-        nodes = {item.arg: item.value for item in call.keywords}
-        values = {name: v.id if isinstance(v, ast.Name) else ast.literal_eval(v) for name, v in nodes.items()}
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"config_overrides={text!r} is not of the form name=value,name=value") from error
-    known = AsymLoopConfig().to_dict()
-    if unknown := [ast.unparse(node) for node in call.args] + [name for name in values if name not in known]:
-        raise ValueError(f"config_overrides={text!r}: AsymLoopConfig has no field {unknown[0]!r}")
-    return values
 
 
 def set_steps(args: PretrainArguments, training: TrainingArguments) -> int:
@@ -131,15 +131,10 @@ def set_steps(args: PretrainArguments, training: TrainingArguments) -> int:
 def describe_run(args: PretrainArguments, training: TrainingArguments) -> dict:
     """All that must be the same when a run is resumed."""
     names = (
-        "max_steps",
-        "num_train_epochs",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "learning_rate",
-        "lr_scheduler_type",
-        "warmup_steps",
-        "weight_decay",
-        "seed",
+        *("max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay"),
+        *("optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+        *("bf16", "fp16", "seed", "data_seed"),
     )
     own = {name: value for name, value in asdict(args).items() if name != "peak_flops"}
     return own | {name: getattr(training, name) for name in names} | {"processes": training.world_size}
@@ -147,10 +142,14 @@ def describe_run(args: PretrainArguments, training: TrainingArguments) -> dict:
 
 def find_checkpoint(folder: Path, run: dict) -> str | None:
     """The last whole checkpoint of this same run, if there is one. A folder with anything else in it is an error."""
-    if not folder.exists() or not any(folder.iterdir()):
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"output_dir={str(folder)!r} is a file: choose a folder")
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if found <= {RUN, "runs"}:  # nothing yet but what a run notes of itself
         return None
-    note = folder / "run.json"
-    started = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+    if RUN not in found:
+        raise FileExistsError(f"output_dir={str(folder)!r} holds {min(found)!r}, and no run: choose another folder")
+    started = json.loads((folder / RUN).read_text(encoding="utf-8"))
     different = [
         f"{name} ({started.get(name)!r} there, {value!r} here)"
         for name, value in run.items()
@@ -164,12 +163,34 @@ def find_checkpoint(folder: Path, run: dict) -> str | None:
         for path in whole_checkpoints(folder)
         if all(position_file(path, rank).exists() for rank in range(readers))  # written after the rest
     ]
+    if not whole and any(folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+        logger.warning("output_dir=%r has no checkpoint that is whole: the run starts again", str(folder))
     return str(whole[-1]) if whole else None
+
+
+def fingerprint(blocks: Dataset) -> str:
+    """Tells two datasets apart: of how many blocks there are, and the tokens of some of them."""
+    some = blocks.select(range(0, len(blocks), math.ceil(len(blocks) / FINGERPRINT_BLOCKS)))["input_ids"]
+    return f"{len(blocks)} blocks, {blake2b(repr(list(some)).encode(), digest_size=8).hexdigest()}"
+
+
+def describe_data(blocks: dict) -> dict:
+    """Of what is evaluated on, and of what is trained on unless it is streamed, the [`fingerprint`]."""
+    return {split: fingerprint(rows) for split, rows in blocks.items() if isinstance(rows, Dataset)}
+
+
+def check_data(folder: Path, data: dict) -> None:
+    started = json.loads((folder / RUN).read_text(encoding="utf-8")).get("data")
+    if started != data:
+        raise FileExistsError(
+            f"output_dir={str(folder)!r} holds a run on other data: corpus has changed since ({started} there, "
+            f"{data} here)"
+        )
 
 
 def note_run(folder: Path, run: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "run.json", json.dumps(run, indent=2))
+    write_whole(folder / RUN, json.dumps(run, indent=2))
 
 
 def is_finished(checkpoint: str | None) -> bool:
@@ -189,11 +210,11 @@ def open_corpus(args: PretrainArguments, training: TrainingArguments) -> dict:
 def load_data(args, training, checkpoint: str | None, vocab_size: int, num_blocks: int) -> tuple[dict, object]:
     """The blocks of each split, those to train on as a `TokenStream` where the corpus is streamed; the tokenizer."""
     name = checkpoint or args.tokenizer
-    tokenizer = load_tokenizer(name) if name else None
+    tokenizer = load_tokenizer(name, "tokenizer") if name else None
     about = {"corpus": args.corpus, "held_out": args.held_out, "block_size": args.block_size}
 
     if args.tokens_dir is not None:
-        with training.main_process_first(desc="tokenising the corpus"):
+        with training.main_process_first(desc="tokenising the corpus"), lock_of(args.tokens_dir):
             if not Path(args.tokens_dir).exists():
                 corpus = open_corpus(args, training)
                 used = tokenizer or train_tokenizer((row["text"] for row in corpus["train"]), vocab_size)
@@ -217,33 +238,34 @@ def load_data(args, training, checkpoint: str | None, vocab_size: int, num_block
     }, tokenizer
 
 
-def set_special_tokens(config: AsymLoopConfig, tokenizer) -> None:
-    if len(tokenizer) > config.vocab_size:
+def special_tokens(tokenizer, vocab_size: int) -> dict[str, int | None]:
+    if len(tokenizer) > vocab_size:
         raise ValueError(
-            f"vocab_size={config.vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens; "
+            f"vocab_size={vocab_size} is not allowed: the tokenizer has {len(tokenizer)} tokens; "
             f"config_overrides can set vocab_size={len(tokenizer)}"
         )
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id
+    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def main(arguments: list[str]):
     args, training = parse_arguments(arguments)
+    if training.resume_from_checkpoint is not None:
+        raise ValueError("resume_from_checkpoint is not allowed: the same command goes on by itself")
     step_tokens = set_steps(args, training)
-    config = AsymLoopConfig.preset(
-        args.preset, **{"max_position_embeddings": args.block_size} | parse_overrides(args.config_overrides)
-    )
+    shape = (args.model, args.preset, args.config_overrides, args.block_size)
+    vocab_size = model_config(*shape).vocab_size
     folder = Path(training.output_dir)
     run = describe_run(args, training)
     checkpoint = find_checkpoint(folder, run)
     finished = is_finished(checkpoint)
 
     num_blocks = max(args.tokens or 0, training.max_steps * step_tokens) // args.block_size
-    blocks, tokenizer = load_data(args, training, checkpoint, config.vocab_size, num_blocks)
+    blocks, tokenizer = load_data(args, training, checkpoint, vocab_size, num_blocks)
     is_streamed = isinstance(blocks["train"], TokenStream)
-    set_special_tokens(config, tokenizer)
-    if args.model == "fullloop":
-        config = config.matched_full_loop()
+    config = model_config(*shape, **special_tokens(tokenizer, vocab_size))
+    data = describe_data(blocks)
+    if checkpoint is not None:
+        check_data(folder, data)
 
     peak = args.peak_flops or peak_flops()
     num_devices = training.world_size * max(1, training.n_gpu)
@@ -266,11 +288,14 @@ def main(arguments: list[str]):
         eval_dataset=blocks["held_out"],
         processing_class=tokenizer,
         data_collator=default_data_collator,
+        compute_metrics=token_weighted_loss,
+        preprocess_logits_for_metrics=token_losses,
         callbacks=callbacks,
         **layerwise,
     )
     if training.process_index == 0:
-        note_run(folder, run | {"streamed": is_streamed})
+        note_run(folder, run | {"streamed": is_streamed, "data": data})
+        print(f"processes={training.world_size}, tokens of a step={step_tokens:,}, checkpoint={checkpoint}")
     if not finished:
         trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_metrics("eval", trainer.evaluate())
@@ -278,4 +303,5 @@ def main(arguments: list[str]):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with errors_in_a_line("pretrain.py"):
+        main(sys.argv[1:])

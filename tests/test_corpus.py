@@ -226,7 +226,7 @@ def test_a_name_that_the_hub_does_not_give(monkeypatch, error):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(
-        FileNotFoundError, match=f"name='no/such' is not an existing local path, and the hub .*{error}"
+        FileNotFoundError, match=f"corpus='no/such' is not an existing local path, and the hub .*{error}"
     ):
         load_corpus("no/such")
 
@@ -268,7 +268,7 @@ def test_hidden_folders_and_byte_order_marks_are_not_text(tmp_path):
 
 
 def test_a_name_must_be_a_string():
-    with pytest.raises(ValueError, match="name=None is not allowed; it must be a string"):
+    with pytest.raises(ValueError, match="corpus=None is not allowed; it must be a string"):
         load_corpus(None)
 
 
@@ -320,5 +320,5 @@ def test_a_stream_has_no_share_to_hold_out(tmp_path):
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "a/b/c", "owner/name:", "installed_docs"])
 def test_a_name_that_can_be_nothing(name):
-    with pytest.raises(FileNotFoundError, match=f"name='{name}' is neither an existing local path nor a hub name"):
+    with pytest.raises(FileNotFoundError, match=f"corpus='{name}' is neither an existing local path nor a hub name"):
         load_corpus(name)

@@ -260,6 +260,14 @@ def test_weights_that_are_cut_off_or_missing(checkpoints, data_dir, tmp_path):
         evaluate(str(broken), ["piqa"], data_dir)
 
 
+def test_a_context_that_is_too_short_for_an_answer(checkpoints, data_dir, tmp_path):
+    shutil.copytree(checkpoints / "asymloop", tmp_path / "short")
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 3}))
+    with pytest.raises(ValueError, match="max_position_embeddings=3 is too short: an answer of .* has [0-9]+ tokens"):
+        evaluate(str(tmp_path / "short"), ["piqa"], data_dir, batch_size=2, device="cpu")
+
+
 def test_loops_of_a_llama_and_a_tokenizer_that_does_not_fit_are_refused(checkpoints, data_dir, tmp_path):
     with pytest.raises(ValueError, match=r"num_loops=\[2\] is not allowed: 'llama' has no loops"):
         evaluate(str(checkpoints / "llama"), ["piqa"], data_dir, loop_counts=[2])

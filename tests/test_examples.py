@@ -14,6 +14,7 @@ from small_corpus import write_corpus
 
 from asymloop_hf import AsymLoopConfig
 from asymloop_hf.layerwise_table import read_table
+from asymloop_hf.recipe import parse_overrides
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = "num_encoder_layers=1,num_decoder_layers=1,hidden_size=32,intermediate_size=64,num_attention_heads=2"
@@ -221,7 +222,7 @@ def test_finetune_masks_the_prompt(checkpoint):
 
 
 def test_overrides():
-    parse = load_example("pretrain").parse_overrides
+    parse = parse_overrides
     assert parse("") == {}
     values = parse("num_loops=5,rms_norm_eps=1e-5,decoder_init=embedding,local_window=None,global_kv_layers=[0,1]")
     assert values == {

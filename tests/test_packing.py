@@ -151,7 +151,7 @@ def test_a_tokenizer_must_have_an_eos_token(tokenizer):
 
 
 def test_documents_must_fill_a_block(tokenizer):
-    with pytest.raises(ValueError, match="block_size=64 is too large: the documents of dataset do not fill one block"):
+    with pytest.raises(ValueError, match="block_size=64 is too large: the 1 documents do not fill one block"):
         pack(as_dataset(["fox"]), tokenizer, 64)
 
 

@@ -15,11 +15,14 @@ import torch
 from conftest import asymloop_config
 from datasets import Dataset, IterableDataset
 from distributed_training import has_fsdp2
+from filelock import Timeout
 from layerwise_runs import llama, make_trainer
-from pretraining_runs import BATCH, EXAMPLES, STEPS, WAYS, load_example, pretrain
+from pretraining_runs import BATCH, BLOCK, EXAMPLES, STEPS, WAYS, Killed, load_example, pretrain
 from safetensors.torch import load_file
 from small_corpus import make_documents, write_corpus
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from asymloop_hf import AsymLoopConfig, throughput
 from asymloop_hf.budget import budget
@@ -27,7 +30,7 @@ from asymloop_hf.corpus import load_corpus
 from asymloop_hf.packing import pack
 from asymloop_hf.recipe import read_recipe
 from asymloop_hf.throughput import ThroughputCallback, peak_flops
-from asymloop_hf.token_folder import load_tokens, save_tokens
+from asymloop_hf.token_folder import load_tokens, lock_of, save_tokens
 from asymloop_hf.token_stream import TokenStream, share_of
 from asymloop_hf.tokenizer import train_tokenizer
 
@@ -211,6 +214,66 @@ def test_a_checkpoint_that_was_never_finished_is_passed_over(folder):
         assert pretrain(folder, **run) == seen[4 * BATCH :]
 
 
+def test_a_kill_after_a_checkpoint_loses_nothing(folder, monkeypatch, caplog):
+    """Trainer deletes the checkpoint before as soon as it has written one."""
+    run = {"output_dir": folder / "run", "streaming": True, "save_total_limit": 1}
+    whole = pretrain(folder, **run | {"output_dir": folder / "whole"})
+
+    def killed(handler, args, state, control):
+        if state.global_step == 4:
+            raise Killed
+        return control
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CallbackHandler, "on_save", killed)
+        assert pretrain(folder, **run) == whole[: 4 * BATCH]
+    assert [path.name for path in (folder / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+    assert pretrain(folder, **run) == whole[4 * BATCH :]
+    (folder / "run" / "checkpoint-6" / "stream_0.json").unlink()
+    assert pretrain(folder, **run) == whole
+    assert "has no checkpoint that is whole: the run starts again" in caplog.text
+
+
+def test_another_run_in_the_folder(folder):
+    run = {"output_dir": folder / "run", "max_steps": 2}
+    with pytest.raises(ValueError, match="Invalid learning rate: -1.0"):
+        pretrain(folder, **run, learning_rate=-1.0, layerwise_lr=False)
+    pretrain(folder, **run)  # what failed before its first checkpoint does not claim the folder
+    for name, value in {"max_grad_norm": 0.5, "adam_beta2": 0.9, "learning_rate": 0.5, "block_size": 16}.items():
+        with pytest.raises(FileExistsError, match=f"holds another run, which differs in {name}"):
+            pretrain(folder, **run | {name: value})
+    write_corpus(folder / "documents.jsonl", count=59)
+    with pytest.raises(FileExistsError, match="holds a run on other data: corpus has changed since"):
+        pretrain(folder, **run)
+    (folder / "other").mkdir()
+    (folder / "other" / "thesis.txt").touch()
+    with pytest.raises(FileExistsError, match="holds 'thesis.txt', and no run: choose another folder"):
+        pretrain(folder, output_dir=folder / "other")
+    with pytest.raises(FileExistsError, match="thesis.txt' is a file"):
+        pretrain(folder, output_dir=folder / "other" / "thesis.txt")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_held_out_token_counts_the_same(request, folder, processes):
+    """However the blocks are put into batches, and whatever fills up the last one."""
+    if processes == 2:
+        folder = request.getfixturevalue("two")[0]
+        run = folder / "in memory, whole"
+    else:
+        run = folder / "run"
+        pretrain(folder, output_dir=run, per_device_eval_batch_size=3)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run).eval(), AutoTokenizer.from_pretrained(run)
+    documents = load_corpus(str(folder / "documents.jsonl"), streaming=False, held_out=2)["held_out"]
+    total, count = 0.0, 0
+    for block in pack(documents, tokenizer, BLOCK).with_format("torch"):
+        inputs = {name: block[name][None] for name in ("input_ids", "position_ids")}
+        with torch.no_grad():
+            losses = cross_entropy(model(**inputs).logits[0, :-1], block["labels"][1:], reduction="none")
+        total += losses.double().sum().item()
+        count += int((block["labels"][1:] != -100).sum())
+    assert json.loads((run / "eval_results.json").read_text())["eval_loss"] == pytest.approx(total / count, rel=1e-6)
+
+
 def test_a_finished_run_trains_no_more(folder):
     run = {"output_dir": folder / "run", "streaming": True}
     pretrain(folder, **run)
@@ -263,6 +326,15 @@ def test_other_tokens_are_named(tmp_path, tokenizer):
     (folder / "about.json").unlink()
     with pytest.raises(ValueError, match="has no tokens that can be read"):
         load_tokens(folder, ABOUT)
+
+
+def test_two_runs_that_make_the_same_tokens(tmp_path, tokenizer):
+    """One makes them, the other waits."""
+    with lock_of(tmp_path / "tokens"):
+        waits = lock_of(tmp_path / "tokens")
+        waits.timeout = 0
+        with pytest.raises(Timeout):
+            waits.acquire()
 
 
 def test_tokens_are_never_half_written(tmp_path, tokenizer):
@@ -404,6 +476,13 @@ def test_gpu_hours_are_arithmetic():
     )
 
 
+def test_gpu_hours_are_those_of_the_model_of_the_recipe():
+    recipe = {"model": "fullloop", "preset": "60m", "config_overrides": "num_loops=5,local_window=4", "tokens": 10}
+    config = AsymLoopConfig.preset("60m", num_loops=5, local_window=4).matched_full_loop()
+    expected = budget(config, 1024)
+    assert load_example("gpu_hours").costs(recipe) == (expected.parameters, 30 * expected.flops_per_token)
+
+
 # Settings that cannot be
 
 
@@ -411,6 +490,9 @@ def test_gpu_hours_are_arithmetic():
     ("options", "problem"),
     [
         ({"global_batch_size": 3}, "global_batch_size=3 is not allowed: it must be a multiple of 2"),
+        ({"peak_flops": -1}, "peak_flops=-1.0 is not allowed: it must be above 0"),
+        ({"block_size": 0}, "block_size=0 is not allowed: it must be at least 1"),
+        ({"resume_from_checkpoint": "a"}, "resume_from_checkpoint is not allowed"),
         ({"tokens": 10, "max_steps": -1}, "tokens=10 is not allowed: a step alone takes 64"),
         ({"streaming": True, "max_steps": -1}, "max_steps=-1 is not allowed for a stream"),
     ],
@@ -427,7 +509,7 @@ def test_a_tokenizer_that_is_larger_than_the_model(folder, tokenizer):
     train_tokenizer(make_documents(100), 310).save_pretrained(folder / "tokenizer")
     with pytest.raises(ValueError, match="vocab_size=300 is not allowed: the tokenizer has 310 tokens"):
         pretrain(folder, output_dir=folder / "run", tokenizer=folder / "tokenizer")
-    with pytest.raises(ValueError, match="checkpoint='.*nowhere' is not allowed: it has no tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer='.*nowhere' is not allowed: it has no tokenizer"):
         pretrain(folder, output_dir=folder / "run", tokenizer=folder / "nowhere")
     assert not (folder / "run").exists()
 

@@ -4,9 +4,9 @@ import argparse
 import sys
 
 from . import comparison, demo, evaluation, inspection, perplexity_command, spectra
+from .command_options import USER_ERRORS
 
 COMMANDS = (demo, evaluation, perplexity_command, comparison, inspection, spectra)
-USER_ERRORS = (ValueError, OSError)
 
 
 def main(argv=None) -> int:

@@ -1,8 +1,23 @@
 """Options that several subcommands have, and how their values are read."""
 
 import argparse
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+USER_ERRORS = (ValueError, OSError)
+
+
+@contextmanager
+def errors_in_a_line(program: str) -> Iterator[None]:
+    """End a script that meets what its user can mend with one line and status 2, without a traceback."""
+    try:
+        yield
+    except (*USER_ERRORS, RuntimeError) as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 def positive_int(text: str) -> int:

@@ -73,7 +73,7 @@ def load_corpus(
             `text_column`; no documents at all, or too few to leave some on both sides.
     """
     if not isinstance(name, str):
-        raise ValueError(f"name={name!r} is not allowed; it must be a string")
+        raise ValueError(f"corpus={name!r} is not allowed; it must be a string")
     documents = _open(name, streaming)
     if held_out is None:
         held_out = HELD_OUT_DOCUMENTS if isinstance(documents, IterableDataset) else HELD_OUT_SHARE
@@ -229,7 +229,7 @@ def _open(name: str, streaming: bool | None) -> Dataset | IterableDataset:
     hub_name = HUB_NAME.fullmatch(name)
     if hub_name is None:
         raise FileNotFoundError(
-            f"name={name!r} is neither an existing local path nor a hub name of the form owner/name or "
+            f"corpus={name!r} is neither an existing local path nor a hub name of the form owner/name or "
             f"owner/name:config, nor {INSTALLED_DOCS!r}"
         )
     try:
@@ -238,7 +238,7 @@ def _open(name: str, streaming: bool | None) -> Dataset | IterableDataset:
         )
     except (FileNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
-            f"name={name!r} is not an existing local path, and the hub does not give a dataset of that name: {error}"
+            f"corpus={name!r} is not an existing local path, and the hub does not give a dataset of that name: {error}"
         ) from error
 
 
@@ -246,16 +246,16 @@ def _open_files(path: Path, streaming: bool) -> Dataset | IterableDataset:
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if not _is_hidden(file, path))
     files = [file for file in files if file.is_file() and file.stat().st_size > 0]
     if not files:
-        raise ValueError(f"name={str(path)!r} is an empty corpus: it has no file with content")
+        raise ValueError(f"corpus={str(path)!r} is an empty corpus: it has no file with content")
     formats = {FILE_FORMATS.get(file.suffix.lower()): file for file in files}
     if None in formats:
         raise ValueError(
-            f"name={str(path)!r}: the file {str(formats[None])!r} has an unknown extension; "
+            f"corpus={str(path)!r}: the file {str(formats[None])!r} has an unknown extension; "
             f"allowed are {', '.join(FILE_FORMATS)}"
         )
     if len(formats) > 1:
         raise ValueError(
-            f"name={str(path)!r} mixes file formats ({', '.join(str(file) for file in formats.values())}); "
+            f"corpus={str(path)!r} mixes file formats ({', '.join(str(file) for file in formats.values())}); "
             "a folder must hold one: text (.txt, .md), JSON (.json, .jsonl) or .parquet"
         )
     (file_format,) = formats
@@ -274,7 +274,9 @@ def _open_files(path: Path, streaming: bool) -> Dataset | IterableDataset:
             **options,
         )
     except (DatasetGenerationError, ValueError) as error:
-        raise ValueError(f"name={str(path)!r} cannot be read as {file_format}: {error.__cause__ or error}") from error
+        raise ValueError(
+            f"corpus={str(path)!r} cannot be read as {file_format}: {error.__cause__ or error}"
+        ) from error
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
@@ -310,9 +312,9 @@ def _only_text(documents: Dataset | IterableDataset, text_column: str, name: str
     try:
         first = next(iter(documents), None)
     except ValueError as error:
-        raise ValueError(f"name={name!r} cannot be read: {error}") from error
+        raise ValueError(f"corpus={name!r} cannot be read: {error}") from error
     if first is None:
-        raise ValueError(f"name={name!r} is an empty corpus: it has no documents")
+        raise ValueError(f"corpus={name!r} is an empty corpus: it has no documents")
     if text_column not in first:
         raise ValueError(
             f"text_column={text_column!r} is not a column of the corpus {name!r}; its columns are {', '.join(first)}"

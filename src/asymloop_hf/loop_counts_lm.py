@@ -37,6 +37,11 @@ class LoopCountsLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
+        longest = max(len(continuation) for _, _, continuation in requests)
+        if longest > self.max_length:
+            raise ValueError(
+                f"max_position_embeddings={self.max_length} is too short: an answer of the tasks has {longest} tokens."
+            )
         key = tuple((tuple(context), tuple(continuation)) for _, context, continuation in requests)
         if key not in self._answers:
             # Sorted by their tokens, the copies of a request stay side by side, and so fill whole batches.

@@ -73,7 +73,7 @@ def pack(
         desc="Packing",
     )
     if len(blocks) == 0:
-        raise ValueError(f"block_size={block_size} is too large: the documents of dataset do not fill one block")
+        raise ValueError(f"block_size={block_size} is too large: the {len(documents)} documents do not fill one block")
     return blocks
 
 

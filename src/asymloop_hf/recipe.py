@@ -1,10 +1,13 @@
 """Recipes: the settings of a run in a YAML file, each of which the command line can replace."""
 
+import ast
 import json
 from argparse import ArgumentParser
 from pathlib import Path
 
 import yaml
+
+from .modeling import AsymLoopConfig, FullLoopConfig
 
 RECIPE_SUFFIXES = (".yaml", ".yml")
 
@@ -45,6 +48,35 @@ def expand_recipe(arguments: list[str], parser: ArgumentParser) -> list[str]:
             raise ValueError(f"recipe={path!r}: {name}={value!r} is not a setting; --help lists them")
         options += [f"--{name}", *_texts(value)]
     return options + others
+
+
+def parse_overrides(text: str) -> dict:
+    """`num_loops=5,local_window=None,decoder_init=embedding` as a dictionary; the values are Python literals."""
+    try:
+        call = ast.parse(f"dict({text})", mode="eval").body
+        nodes = {item.arg: item.value for item in call.keywords}
+        values = {name: v.id if isinstance(v, ast.Name) else ast.literal_eval(v) for name, v in nodes.items()}
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"config_overrides={text!r} is not of the form name=value,name=value") from error
+    known = AsymLoopConfig().to_dict()
+    if unknown := [ast.unparse(node) for node in call.args] + [name for name in values if name not in known]:
+        raise ValueError(f"config_overrides={text!r}: AsymLoopConfig has no field {unknown[0]!r}")
+    return values
+
+
+def model_config(
+    model: str, preset: str, config_overrides: str, block_size: int, **fields
+) -> AsymLoopConfig | FullLoopConfig:
+    """
+    The configuration that the settings of a run describe.
+
+    Args:
+        model: `"asymloop"`, or `"fullloop"` for the one that matches it.
+        fields: of the configuration besides, such as the tokenizer's special tokens.
+    """
+    overrides = parse_overrides(config_overrides)
+    config = AsymLoopConfig.preset(preset, **{"max_position_embeddings": block_size} | overrides | fields)
+    return config.matched_full_loop() if model == "fullloop" else config
 
 
 def _texts(value) -> list[str]:

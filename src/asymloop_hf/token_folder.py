@@ -5,12 +5,20 @@ from pathlib import Path
 
 from datasets import Dataset, IterableDataset
 from datasets.arrow_writer import ArrowWriter
+from filelock import FileLock
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .whole_writes import writing
 
 ABOUT = "about.json"
 TOKENIZER = "tokenizer"
+
+
+def lock_of(folder: str) -> FileLock:
+    """Held while a folder is made, so that of several runs one makes it and the others wait for it."""
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder.with_name(f".{folder.name}.lock"))
 
 
 def save_tokens(
@@ -25,7 +33,7 @@ def save_tokens(
         about: what the blocks were made from; [`load_tokens`] compares it.
 
     Raises:
-        `RuntimeError`: the blocks could not be read to their end, for example because a download broke off.
+        `RuntimeError`: the blocks could not be read to their end or written, for example because a download broke off.
     """
     folder = Path(folder)
     try:
@@ -38,8 +46,7 @@ def save_tokens(
             (partial / ABOUT).write_text(text, encoding="utf-8")
     except Exception as error:
         raise RuntimeError(
-            f"tokens_dir={str(folder)!r} was not written: the corpus could not be read to its end ({error}). "
-            "The same command starts it again"
+            f"tokens_dir={str(folder)!r} was not written: {error}. The same command starts it again"
         ) from error
 
 

@@ -7,7 +7,6 @@ import torch
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .whole_writes import write_whole
 
@@ -87,7 +86,7 @@ class StreamTrainer(Trainer):
             raise ValueError(
                 f"dataloader_num_workers={self.args.dataloader_num_workers} is not allowed for a stream: it must be 0"
             )
-        self.add_callback(_StreamPosition(self.train_dataset))
+        self.add_callback(_Epoch())
 
     def get_train_dataloader(self) -> DataLoader:
         """Not prepared by accelerate, which would share out the blocks of each process once more, and read ahead."""
@@ -106,19 +105,18 @@ class StreamTrainer(Trainer):
         self.args.ignore_data_skip = True
         return super().train(resume_from_checkpoint, **kwargs)
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Each process' position too, before the checkpoint counts as whole and others are deleted."""
+        super()._save_rng_state(output_dir)
+        path = position_file(output_dir, self.args.process_index)
+        write_whole(path, json.dumps(self.train_dataset.state_dict()))
+        self.accelerator.wait_for_everyone()
 
-class _StreamPosition(TrainerCallback):
-    def __init__(self, stream: TokenStream):
-        self.stream = stream
 
+class _Epoch(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         """Trainer, told that the data are where they must be, counts the epoch from zero."""
         state.epoch = state.global_step / state.max_steps
-
-    def on_save(self, args, state, control, **kwargs):
-        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        path = position_file(checkpoint, args.process_index)
-        write_whole(path, json.dumps(self.stream.state_dict()))
 
 
 def position_file(checkpoint: str | Path, rank: int) -> Path:

@@ -75,9 +75,12 @@ def _up_to(max_characters: int, texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def load_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(checkpoint: str, field: str = "checkpoint") -> PreTrainedTokenizerBase:
     """
     The tokenizer of a checkpoint.
+
+    Args:
+        field: what the error calls it.
 
     Raises:
         `ValueError`: it has none that can be loaded.
@@ -86,4 +89,4 @@ def load_tokenizer(checkpoint: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"checkpoint={checkpoint!r} is not allowed: it has no tokenizer ({reason}).") from error
+        raise ValueError(f"{field}={checkpoint!r} is not allowed: it has no tokenizer ({reason}).") from error

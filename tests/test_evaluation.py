@@ -10,6 +10,7 @@ from conftest import KINDS, SIZES, tokens
 from datasets import Dataset
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from small_corpus import make_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -133,17 +134,11 @@ def other_tasks(tmp_path):
     common |= {"test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{text}}"}
     generation = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False}
     metrics = [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]
-    return [
-        common
-        | {"task": "says", "output_type": "generate_until", "generation_kwargs": generation, "metric_list": metrics},
-        common
-        | {
-            "task": "reads",
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "metric_list": [{"metric": "word_perplexity"}],
-        },
-    ]
+    says = {"output_type": "generate_until", "generation_kwargs": generation, "metric_list": metrics}
+    reads = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "metric_list": [{"metric": "word_perplexity"}]}
+    for name, fields in {"says": says, "reads": reads}.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(common | {"task": name} | fields))
+    return TaskManager(include_path=str(tmp_path), include_defaults=False)
 
 
 @pytest.mark.parametrize(("name", "batch_size"), [("asymloop, window of 3", "auto"), ("full loop", 3)])
@@ -151,12 +146,12 @@ def test_generated_and_whole_texts_are_those_of_each_loop_count(name, checkpoint
     tokenizer, counts = AutoTokenizer.from_pretrained(checkpoints / name), [1, 4]
 
     def answers(lm) -> tuple[list, float]:
-        found = simple_evaluate(model=lm, tasks=other_tasks, task_manager=task_manager(), bootstrap_iters=0)
+        found = simple_evaluate(model=lm, tasks=["says", "reads"], task_manager=other_tasks, bootstrap_iters=0)
         said = [sample["filtered_resps"] for sample in found["samples"]["says"]]
         return said, found["results"]["reads"]["word_perplexity,none"]
 
     model = AutoModelForCausalLM.from_pretrained(checkpoints / name).eval()
-    lm = LoopCountsLM(model, tokenizer, counts, batch_size, device="cpu")
+    lm = LoopCountsLM(model, tokenizer, counts, batch_size, max_batch_size=8, device="cpu")
     for count in counts:
         lm.num_loops = count
         derived = AutoModelForCausalLM.from_pretrained(checkpoints / name, num_loops=count).eval()

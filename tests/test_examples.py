@@ -222,9 +222,10 @@ def test_finetune_masks_the_prompt(checkpoint):
 
 
 def test_overrides():
-    parse = parse_overrides
-    assert parse("") == {}
-    values = parse("num_loops=5,rms_norm_eps=1e-5,decoder_init=embedding,local_window=None,global_kv_layers=[0,1]")
+    assert parse_overrides("") == {}
+    values = parse_overrides(
+        "num_loops=5,rms_norm_eps=1e-5,decoder_init=embedding,local_window=None,global_kv_layers=[0,1]"
+    )
     assert values == {
         "num_loops": 5,
         "rms_norm_eps": 1e-5,
@@ -232,13 +233,13 @@ def test_overrides():
         "local_window": None,
         "global_kv_layers": [0, 1],
     }
-    assert AsymLoopConfig.preset("60m", **parse("num_loops=5")).num_loops == 5
+    assert AsymLoopConfig.preset("60m", **parse_overrides("num_loops=5")).num_loops == 5
     with pytest.raises(ValueError, match="no field 'num_loop'"):
-        parse("num_loop=5")
+        parse_overrides("num_loop=5")
     with pytest.raises(ValueError, match="no field 'save_pretrained'"):
-        parse("save_pretrained=5")
+        parse_overrides("save_pretrained=5")
     with pytest.raises(ValueError, match="no field 'decoder_init'"):
-        parse("decoder_init")
+        parse_overrides("decoder_init")
     for malformed in ("num_loops=", "num_loops:5", "num_loops=f(3)"):
         with pytest.raises(ValueError, match="is not of the form"):
-            parse(malformed)
+            parse_overrides(malformed)

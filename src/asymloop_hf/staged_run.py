@@ -47,11 +47,9 @@ class StagedRun:
             path.write_text(json.dumps(draft, indent=2) + "\n", encoding="utf-8")
         self.results = draft
 
-    @contextmanager
     def writing(self, name: str):
         """A path to write the file or folder `name` to: it appears under its name once the block is through."""
-        with writing(self.folder / name) as partial:
-            yield partial
+        return writing(self.folder / name)
 
     def discard(self) -> None:
         """Leave the folder as it was before the run: empty."""
